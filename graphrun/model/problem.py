@@ -128,7 +128,7 @@ class Variant:
     streamable: bool = True
     read_seconds: tuple[float, ...] = ()  # to read one block from disk into the backing store
     disk_seconds: tuple[float, ...] = ()  # to read one block from disk for each copy
-    block_seconds: tuple[float, ...] = ()  # extra compute of one block in one call: dequantization
+    block_seconds: tuple[float, ...] = ()  # extra compute of one block in one call: dequantization; negative: faster
     slowdown: float = 1.0  # factor on compute time: the device's rate over the CPU's
     scratch_bytes: int = 0  # extra activation while the component computes
     transient_bytes: int = 0  # extra RAM while the backing store is read from disk

@@ -84,7 +84,7 @@ def calibrate(kind: Kind, folder: Path, name: str = "", allowed_seconds: float =
         others = ("convolution", "fp32 matmul", "fp32 convolution", "elementwise", "launch")
         classes = flops | {kind: _rate(target, target.compute, kind, share) for kind in others}
         measured = with_kernels(replace(measured, flops_per_second=base.flops_per_second), target.kernels(), classes)
-    figures = {f"{kind}_bytes_per_second": rate for kind, rate in rates.items()}
+    figures = {f"{kind.replace(' ', '_')}_bytes_per_second": rate for kind, rate in rates.items()}
     figures |= {name: float(getattr(measured, name)) for name in ("copy_start_seconds", "disk_bytes_per_second")}
     figures |= {f"{kind}_flops_per_second": rate for kind, rate in flops.items()}
     return measured, {**figures, "context_bytes": float(measured.context_bytes)}

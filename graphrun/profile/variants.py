@@ -146,8 +146,11 @@ def _read_seconds(
 
 def _on_cpu(variant: Variant, calls: Sequence[Call], hardware: Hardware) -> Variant:
     """``variant`` computing on the CPU at the host's rate. Nothing is copied to the device, so its backing store is pageable."""
+    flops = sum(call.flops for call in calls)
     on_device = sum(sum(work_seconds(call, hardware)) for call in calls)
-    on_host = sum(call.flops for call in calls) / hardware.cpu_flops_per_second
+    if hardware.kernels is None:
+        on_device = flops / hardware.flops_per_second  # the simulated clock charges this factor on FLOPs, without launches
+    on_host = flops / hardware.cpu_flops_per_second
     return replace(
         variant,
         backing_store="pageable",
