@@ -22,7 +22,7 @@ class Limits:
     nodes: int = 20_000  # of a graph file, with its aliases expanded: the largest reference graph has 400
     problems: int = 100  # of a graph file that are reported at once
     stages: int = 16  # of a graph: reference graphs have 3 to 6; orders of stages are searched, and their number is exponential
-    calls: int = 10_000  # of components in a dry run: 1,000 steps with guidance and a ControlNet make 4,000
+    calls: int = 100_000  # of components in a dry run: Pyramid-Flow and Wan make 10,000
     steps: int = 1_000  # of a denoising loop: diffusers' schedulers have 1,000 training timesteps
     pixels: int = 2**25  # of an image, made or read: 8K UHD has 33.2 million
     film_pixels: int = 2**28  # of all frames of a video together: 257 frames of 1216 x 704, 0.8 GB in RAM

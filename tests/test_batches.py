@@ -70,7 +70,7 @@ def test_a_list_runs_except_for_its_broken_lines_and_resumes(graphrun: Cli, own_
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--inputs", "none.jsonl"), "none.jsonl: cannot be read"),
+        (("--inputs", "none.jsonl"), "none.jsonl: no such file"),
         (("--reuse", "some"), "it is encoded, all or none"),
         (("--resume", "--trace", "t.json"), "leave them out"),
         (("--resume", "--output", f"{TINY}/x.png"), "cannot be written"),

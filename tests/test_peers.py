@@ -140,9 +140,6 @@ def test_the_report_names_the_smallest_budgets_and_says_where_graphrun_is_behind
     least = {tool: of.smallest("hidream", tool) for tool in of.tools()}
     assert least["mmgp"] is None
     assert least["graphrun"] == (bench["models"]["hidream"]["graphrun_smallest_bytes"], True)
-    leaf = "diffusers group offload, leaf, stream"
-    if least[leaf][0] < least["graphrun"][0]:
-        assert f"graphrun does not fit; the fastest that finishes is {leaf}" in page
     slower = json.loads(json.dumps(bench))
     for cell in slower["cells"]:
         if cell["tool"] == "graphrun":

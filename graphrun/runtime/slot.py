@@ -40,8 +40,8 @@ class OpenSlot:
         self._entries: Counter[str] = Counter()  # calls so far, by component
         self._problem, self._residencies, self._recorder, self._values = problem, residencies, recorder, values
         self._device = recorder.device
-        self._phase = next((phase for phase in problem.phases if phase.name == slot.phase and slot.part != "load"), None)
-        self._uses: dict[str, Use] = {use.component: use for use in self._phase.uses} if self._phase else {}
+        phase = next((phase for phase in problem.phases if phase.name == slot.phase and slot.part != "load"), None)
+        self._uses: dict[str, Use] = {use.component: use for use in phase.uses} if phase else {}
         self._streamers: dict[str, Streamer] = {}
         self._prefetch: deque[tuple[Residency, str]] = deque()  # (component, block) not yet issued
         self._prefetch_bytes = self._prefetched_bytes = 0  # of all prefetch in the slot, and issued so far

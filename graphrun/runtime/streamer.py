@@ -10,9 +10,8 @@ A pass is one copy of a block into the ring and one run of it.
 All copies are issued in the order of use. The host waits only for the read of a block that compute has reached: where the next
 block is not in RAM yet, its read is begun, and its copy is issued in a later hook. A copy from pageable memory makes the host wait
 for its end. It is issued when compute reaches its block: the device then computes what is queued before it. A copy that overwrites
-a block waits on the copy stream for the mark after that block's compute. A block larger than the ring gets a buffer of its own when
-compute reaches it; the ring is released for that time. Copies are issued ahead only for the passes that the slot expects. If the
-component runs more often, the copies of a further call are issued when that call begins.
+a block waits on the copy stream for the mark after that block's compute. Copies are issued ahead only for the passes that the slot
+expects. If the component runs more often, the copies of a further call are issued when that call begins.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Point:
     """The result for one budget. ``solution`` is None where nothing fits; seconds and bytes are from `simulate`, of all runs
     together, 0 without a plan.
 
-    ``smallest_budget_bytes``, ``smallest_ram_bytes``: the least VRAM and RAM for which a plan exists, exact to the byte.
+    ``smallest_budget_bytes``, ``smallest_ram_bytes``: the least VRAM (`pages.smallest_budget`) and RAM for which there is a plan.
     """
 
     budget_bytes: int

@@ -40,7 +40,7 @@ class Infeasible(GraphrunError):
     """No plan exists. ``needs``: the phases that do not fit in VRAM, empty where VRAM suffices; ``binding``: the budget that is
     short.
 
-    The smallest budgets are exact: with one of them, and the others unchanged, a plan exists; with one byte less none does. Where
+    With one of the smallest budgets, and the others unchanged, a plan exists; with one byte less none is found. Where
     several budgets are short, each is the least while the others are unlimited. Each of ``repairs`` suffices alone, best first.
     """
 

@@ -41,8 +41,8 @@ def incoherent(problem: Problem) -> Iterator[str]:
         if not stages.issuperset(pair):
             yield f"precedence {' before '.join(pair)}: no such stage"
     for value in problem.values:
-        if not 0 <= value.first_phase <= value.last_phase + 1 <= len(problem.phases):
-            yield f"{value.name} is live from phase {value.first_phase} to {value.last_phase} of {len(problem.phases)}"
+        if value.first_phase < 0 or value.last_phase < -1:
+            yield f"{value.name} is live from phase {value.first_phase} to {value.last_phase}"
     hardware = problem.hardware
     for name in ("h2d", "pageable", "d2h", "disk", "memory"):
         if not getattr(hardware, f"{name}_bytes_per_second") > 0:
@@ -144,7 +144,9 @@ def _use(phase: str, use: Use, component: ComponentNumbers) -> Iterator[str]:
     if odd := sorted((k, i) for k, i in ran if not (0 <= k < len(counts) and 0 <= i < counts[k])):
         yield f"{where}: order has block {odd[0][1]} of group {odd[0][0]}, which does not exist"
         return
-    streamed = [k for k, group in enumerate(component.groups) if group.streamable and use.group_calls[k] and use.order]
+    # Blocks of a component that is split into layers are streamed in this order; an order of blocks is that of one of the calls.
+    layered = component.granularity == "layers" and bool(use.order)
+    streamed = [k for k, group in enumerate(component.groups) if layered and group.streamable and use.group_calls[k]]
     needed = {(k, i) for k in streamed for i in range(counts[k])}
     if missing := sorted(needed - ran):
         k, index = missing[0]

@@ -6,6 +6,7 @@ Each run adds its counts to those of runs with other seeds in the result file; a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -36,6 +37,10 @@ EXAMPLES = {
 }  # of one seed; ten seeds are due
 
 
+class TimeIsOver(KeyboardInterrupt):
+    """Ends a run early. hypothesis lets interrupts pass."""
+
+
 def run(reader: str, seed: int, examples: int, until: float = float("inf")) -> dict[str, Any]:
     """Counts of ``examples`` mutants from ``seed`` by outcome, the most seconds that one took, the failures with their mutants."""
     outcomes, failures, most = Counter[str](), list[str](), 0.0
@@ -48,7 +53,7 @@ def run(reader: str, seed: int, examples: int, until: float = float("inf")) -> d
     def one(example: Any) -> None:
         nonlocal most
         if time.time() > until:
-            return
+            raise TimeIsOver
         try:
             said, seconds = outcome(reader, example)
             outcomes[said] += 1
@@ -56,7 +61,8 @@ def run(reader: str, seed: int, examples: int, until: float = float("inf")) -> d
         except Exception as error:  # noqa: BLE001  (an untyped error is what this looks for)
             failures.append(f"{type(error).__name__}: {str(error)[:300]}: {repr(example)[:3_000]}")
 
-    one()
+    with contextlib.suppress(TimeIsOver):
+        one()
     return {
         "examples": outcomes.total() + len(failures),
         "outcomes": dict(outcomes),

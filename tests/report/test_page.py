@@ -114,7 +114,7 @@ def test_what_is_no_trace_is_refused(
 ) -> None:
     code, out, err = graphrun("report", str(tmp_path / "none.json"))
     assert (code, out) == (2, "")
-    assert "cannot be read" in err
+    assert "no such file" in err
     damaged = tmp_path / "trace.json"
     damaged.write_text((pages[0].parent / "trace.json").read_text().replace('"start_seconds"', '"start"'))
     code, out, err = graphrun("report", str(damaged))

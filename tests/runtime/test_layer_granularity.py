@@ -11,6 +11,8 @@ from whole_pipelines import AMPLE, GRAPHS, TinyPipeline, pixels, streamed
 
 from graphrun.graph.loading import load
 from graphrun.model.choices import apply_choices
+from graphrun.model.directives import directed
+from graphrun.model.problem import Directive
 from graphrun.modules.build import build
 from graphrun.profile.dry_run import probe
 from graphrun.profile.hardware import simulated
@@ -79,7 +81,8 @@ def test_layers_in_every_precision_give_the_bits_of_the_resident_ones(precision:
 
     def image(budget_bytes: int, finer: bool) -> tuple[Any, set[str], int]:
         of = problem_of(graph, probed, simulated(), Limits(budget_bytes, AMPLE), inputs)
-        solution = solve(split_into_layers(of, splittable(of)) if finer else of)
+        kept = directed(of, [Directive("keep", component.name) for component in of.components])
+        solution = solve(split_into_layers(of, splittable(of)) if finer else kept)
         problem, plan, device = apply_choices(solution.problem, solution.plan), solution.plan, SimulatedDevice(Machine())
         given = {} if precision == "int8" else {name: build(component, graph) for name, component in graph.components.items()}
         host = Host.of_graph(graph, problem, device, given)

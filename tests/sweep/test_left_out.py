@@ -24,6 +24,7 @@ TESTS = [
     "test_cpu_components.py",
     "test_backing_stores.py",
     "test_streaming.py",
+    "test_host_memory.py",
 ]
 
 
