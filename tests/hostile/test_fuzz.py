@@ -10,13 +10,13 @@ import pytest
 sys.path.append(str(Path(__file__).parent))
 import fuzzing
 
-EXAMPLES = {"graphs": 60, "plans": 12, "weights": 100, "loras": 100, "gguf": 60, "prompts": 100}
+EXAMPLES = {"graphs": 60, "plans": 24, "weights": 100, "loras": 100, "gguf": 60, "prompts": 100}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("reader", EXAMPLES)
 def test_mutants(reader: str) -> None:
-    found = fuzzing.run(reader, 0, EXAMPLES[reader])
+    found = fuzzing.run(reader, 2, EXAMPLES[reader])
     assert found["failures"] == []
     assert found["examples"] >= EXAMPLES[reader]
     assert len(found["outcomes"]) > 1, "mutants that are all refused, or all accepted, test nothing"
