@@ -21,6 +21,7 @@ from graphrun.model.problem import StageOption
 from graphrun.report.outputs import save_outputs
 from graphrun.runtime.executor import refuse_unfit
 from graphrun.verify.check import check
+from graphrun.verify.coherence import incoherent
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 Cli = Callable[..., tuple[int, str, str]]
@@ -138,6 +139,18 @@ def test_a_plan_file_does_not_say_what_needs_no_permission(
     forged = replace(found, problem=problem, plan=replace(found.plan, problem=problem.digest))
     with pytest.raises(PlanError, match=f"by the plan, {message}: plan again"):
         refuse_unfit(forged, package.load(FLUX))
+
+
+def test_names_of_a_plan_are_no_code(make_problem: Callable[..., Any]) -> None:
+    """Names of block groups stand in the docstring of an exported script, and names of options in a comment."""
+    problem = make_problem("flux-tiny", 6 * 2**20)
+    (first, *others), phases = problem.components, problem.phases[-1:]
+    groups = (replace(first.groups[0], name='x"""+print(1)+"""'), *first.groups[1:])
+    renamed = replace(problem, components=(replace(first, groups=groups, layers=None), *others))
+    option = replace(problem, options=(StageOption(phases[0].stage, "x\nprint(1)", phases),))
+    assert not list(incoherent(problem))
+    for forged in (renamed, option):
+        assert [text for text in incoherent(forged) if "is no name" in text]
 
 
 NOISE = [Image.effect_noise((16, 16), 20.0 + n).convert("RGB") for n in range(3)]
