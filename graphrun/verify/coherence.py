@@ -60,7 +60,7 @@ def incoherent(problem: Problem) -> Iterator[str]:
 
 
 def _odd_numbers(where: str, of: Any) -> Iterator[str]:
-    """Numbers below ``of`` that are negative, not finite or too large."""
+    """Numbers below ``of`` that are negative, not finite or too large. `Variant.block_seconds` may be negative."""
     if isinstance(of, tuple):
         for item in of:
             yield from _odd_numbers(where, item)
@@ -68,8 +68,10 @@ def _odd_numbers(where: str, of: Any) -> Iterator[str]:
         name = getattr(of, "name", "")
         for field in fields(of):
             yield from _odd_numbers(f"{name or where}.{field.name}", getattr(of, field.name))
-    elif isinstance(of, int | float) and not (math.isfinite(of) and 0 <= of <= _MOST) and not where.endswith("_phase"):
-        yield f"{where} is {of}"
+    elif isinstance(of, int | float) and not where.endswith("_phase"):
+        least = -_MOST if where.endswith(".block_seconds") else 0
+        if not (math.isfinite(of) and least <= of <= _MOST):
+            yield f"{where} is {of}"
 
 
 def _twice(what: str, names: Sequence[str]) -> Iterator[str]:
