@@ -25,9 +25,10 @@ def incoherent(problem: Problem) -> Iterator[str]:
     yield from _odd_numbers("problem", problem)
     if problem.runs < 1:
         yield f"problem.runs is {problem.runs}"
-    groups = [group for c in problem.components for of in (c, c.layers) if of is not None for group in of.groups]
-    named = (*problem.components, *groups, *problem.values, *problem.options)
-    for name in (*(of.name for of in named), *(phase.stage for phase in problem.phases)):
+    names = [group.name for c in problem.components for of in (c, c.layers) if of is not None for group in of.groups]
+    names += [of.name for of in (*problem.components, *problem.values)]
+    names += [text for option in problem.options for text in (option.stage, option.name)]
+    for name in (*names, *(phase.stage for phase in problem.phases)):
         if printable(name) != name or set(name) & set('\n\t"\\'):  # it may be written into a script or a plan's text
             yield f"{name!r} is no name"
     yield from _twice("components", [component.name for component in problem.components])
