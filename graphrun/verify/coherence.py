@@ -26,7 +26,7 @@ def incoherent(problem: Problem) -> Iterator[str]:
     if problem.runs < 1:
         yield f"problem.runs is {problem.runs}"
     names = [group.name for c in problem.components for of in (c, c.layers) if of is not None for group in of.groups]
-    names += [of.name for of in (*problem.components, *problem.values)]
+    names += [*(component.name for component in problem.components), *(value.name for value in problem.values)]
     names += [text for option in problem.options for text in (option.stage, option.name)]
     for name in (*names, *(phase.stage for phase in problem.phases)):
         if printable(name) != name or set(name) & set('\n\t"\\'):  # it may be written into a script or a plan's text
