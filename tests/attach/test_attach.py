@@ -303,7 +303,8 @@ def test_a_pipeline_on_meta_is_planned_as_the_live_one_is() -> None:
 
 def _refusals(attached: Attached, answers: Any) -> None:
     """What a forked process is told, put into ``answers`` as text."""
-    uses = (attached.seeded, lambda: attached.pipe.vae.decode(None), attached.pipe.disable_vae_slicing, attached.attachment.release)
+    pipe = attached.pipe
+    uses = (attached.seeded, lambda: pipe.vae.decode(torch.zeros(1)), lambda: pipe.to(torch.float32), attached.attachment.release)
     for use in uses:
         try:
             use()
