@@ -47,8 +47,10 @@ class Calls:
         profile.enable()
 
     def end(self) -> None:
-        """Stops profiling this thread, and adds up the calls of all. A profile of another thread that is not disabled would stop the
-        one that is active when it is collected as garbage."""
+        """Stops profiling this thread, and adds up the calls of all.
+
+        A profile of another thread that is not disabled would stop the active one when it is collected as garbage.
+        """
         for profile in self.profiles:
             profile.disable()
         codes = {inspect.unwrap(function).__code__: function.__name__ for function in COUNTED}
