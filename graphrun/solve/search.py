@@ -89,7 +89,7 @@ def choose(formulations: Sequence[Formulation], goals: Sequence[Goal] = GOALS) -
         if not excess:
             return Answer(number, program, choice, bound, proven, of.model.size > LARGE)
         more = {tier: of.margins.get(tier, 0) + MARGIN_GROWTH**trial * nbytes for tier, nbytes in excess.items()}
-        formulations[number] = Formulation(of.program, of.factors, {**of.margins, **more}, depth=of.depth)
+        formulations[number] = Formulation(of.program, of.factors, {**of.margins, **more}, depth=of.depth, leaves=of.leaves)
     raise BrokenPlan("the solver found no plan where one exists, which is a bug; report it with the JSON form of the problem")
 
 
