@@ -170,7 +170,7 @@ def minimise_over(
         if answer is None:
             continue
         found[n] = answer
-        best = min(best, answer.value * unit)
+        best = min(best, max(0.0, answer.value * unit))  # 0 may come as -1e-15, which its own limit would exclude
         least = min(least, answer.bound * unit)
     most = best * (1 + 2 * SLACK)  # HiGHS may violate the cutoff row by its tolerance
     good = {n: answer for n, answer in sorted(found.items()) if answer.value * goals[n][1] <= most}

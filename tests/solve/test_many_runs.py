@@ -36,7 +36,7 @@ def test_no_program_is_larger_than_that_of_one_run(monkeypatch: pytest.MonkeyPat
     assert session.simulation.again_moved_bytes < once.simulation.moved_bytes
 
 
-@pytest.mark.parametrize("seed", sampled(range(60), [3, 8, 21], "many runs"))
+@pytest.mark.parametrize("seed", sampled(range(60), [3, 17, 21], "many runs"))
 def test_further_runs_are_as_fast_and_move_as_little_as_in_one_program_of_both_runs(seed: int) -> None:
     programs = [of.program for of in stage_choices(replace(random_problem(seed), runs=100))[0]]
     both, found = choose([Formulation(program) for program in programs]), choose_for(programs)
