@@ -511,7 +511,7 @@ class Attachment:
         """The plan for ``problem``. A call that enters no component has no phases; its plan is the end slot alone."""
         if problem.phases:
             return self._store.solve(problem) if self._store is not None else solve(problem)
-        return solution_of(problem, Plan(problem.digest, (Slot("", "end", 0, ()),)), True, gap=0.0)
+        return solution_of(problem, Plan(problem.digest, (Slot("", "end", 0, ()),)))
 
 
 def _reinstall(removed: list[CallInterceptor]) -> None:
