@@ -152,21 +152,43 @@ def survey(
     *,
     hardware: str | Hardware | None = None,
     inputs: Mapping[str, Any] | None = None,
+    mode: str = "resident",
+    precision: Iterable[str] = (),
+    batch: int | None = None,
+    option: Iterable[str] = (),
+    keep: Iterable[str] = (),
+    cpu: Iterable[str] = (),
+    pinned: bool = True,
     cache: Path | None = None,
 ) -> dict[str, Any]:
     """What ``graph`` needs without a budget, as JSON-ready data: weights by precision, activations, values, FLOPs, seconds.
 
-    Each number has its basis; measurements of earlier runs in ``cache`` take precedence over traced numbers. Arguments as for
-    `estimate`.
-    """
-    hardware = _hardware(hardware, cache)
-    values = graph.for_planning(inputs or {})
+    ``mode``       how diffusers would place it: ``resident``, ``model``, ``sequential``, ``group`` or ``leaf`` (`profile.modes`)
+    ``precision``  ``nf4`` or ``transformer=nf4``: instead of the graph's own (`profile.asked.in_precision`)
+    ``batch``      pictures per prompt
+    ``option``     ``decode=tiling``: a stage option to run a stage with
+    ``keep``       components that stay on the device in ``group`` and ``leaf``
+    ``cpu``        components that compute on the CPU
+    ``pinned``     whether blocks of ``group`` and ``leaf`` are page-locked
 
+    Each number has its basis; measurements of earlier runs in ``cache`` take precedence over traced numbers. Other arguments are as
+    for `estimate`. Raises InputError for arguments that mean nothing.
+    """
+    from graphrun.profile.asked import in_precision, options_by_stage, pictures_input
+
+    hardware = _hardware(hardware, cache)
+    graph, formats = in_precision(graph, precision)
+    options = options_by_stage(graph, option)
+    given = dict(inputs or {}) | ({pictures_input(graph): batch} if batch is not None else {})
+    values = graph.for_planning(given)
+
+    from graphrun.profile.modes import mode as mode_called
     from graphrun.profile.survey import survey as look
     from graphrun.store import dry_run
 
+    chosen = mode_called(mode, graph, formats, keep, cpu, pinned=pinned)
     store = _store(cache)
-    return look(graph, dry_run(graph, values, store), hardware, values, store)
+    return look(graph, dry_run(graph, values, store, options), hardware, values, store, chosen)
 
 
 def plan(problem: Problem, *, cache: Path | None = None, solved: Callable[[float], None] | None = None) -> Solution:
@@ -427,7 +449,8 @@ def _free_bytes(device: Device, hardware: Hardware) -> int:
 
 
 def _size(text: str | int | None, name: str, whole_bytes: int | None = None) -> int | None:
-    return None if text is None else parse_size(text, whole_bytes=whole_bytes, name=name)
+    """Bytes of a limit or a reserve, which may be 0."""
+    return None if text is None else parse_size(text, whole_bytes=whole_bytes, name=name, least=0)
 
 
 def _store(cache: Path | None) -> Store | None:

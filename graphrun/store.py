@@ -81,9 +81,10 @@ def problem_for(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, lim
     return informed(problem, store)
 
 
-def dry_run(graph: Graph, inputs: Mapping[str, Any], store: Store | None) -> DryRun:
-    """The dry run of ``graph`` with resolved ``inputs``: read from ``store``, else made, which takes seconds, and stored."""
-    return _dry_run(graph, inputs, store, trace_key(graph, inputs) if store is not None else None)
+def dry_run(graph: Graph, inputs: Mapping[str, Any], store: Store | None, options: Mapping[str, str] | None = None) -> DryRun:
+    """The dry run of ``graph`` with resolved ``inputs`` and the stage ``options`` (stage -> name): read from ``store``, else made,
+    which takes seconds, and stored."""
+    return _dry_run(graph, inputs, store, trace_key(graph, inputs) if store is not None else None, options)
 
 
 def _dry_run(

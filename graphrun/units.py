@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from graphrun.errors import InputError
 
@@ -20,11 +20,11 @@ _MOST = 2.0**62  # bytes; solvers compute with 64 bits
 _SCALE = {"": 1, "k": KIB, "m": MIB, "g": GIB, "t": 2**40}
 
 
-def parse_size(text: str | int, *, whole_bytes: int | None = None, name: str = "size") -> int:
+def parse_size(text: str | int, *, whole_bytes: int | None = None, name: str = "size", least: int = 1) -> int:
     """Number of bytes in ``text``: ``"8G"``, ``"7.5 GiB"``, ``"900M"``, ``"1048576"``, or ``"50%"`` of ``whole_bytes``.
 
-    ``name`` is what error messages call the value. Raises InputError when the text is not a size, is not positive, is a percentage
-    while ``whole_bytes`` is None, or a number below 1024 without a unit, which was meant to have one.
+    ``name`` is what error messages call the value. Raises InputError when the text is not a size, is less than ``least``, is a
+    percentage while ``whole_bytes`` is None, or a number below 1024 without a unit, which was meant to have one.
     """
     if isinstance(text, float) or (_NUMBER.fullmatch(str(text)) and 0 < float(text) < KIB):
         raise InputError(f"{name}: {text!r} has no unit: did you mean {float(text):g}G?")
@@ -40,8 +40,8 @@ def parse_size(text: str | int, *, whole_bytes: int | None = None, name: str = "
         nbytes = int(min(float(match[1]) * _SCALE[match[2].lower()], _MOST))
     else:
         raise InputError(f"{name}: {text!r} is not a size; write it as 8G, 7.5GiB, 900M or a number of bytes")
-    if nbytes <= 0:
-        raise InputError(f"{name}: {text!r} is not a positive size")
+    if nbytes < least:
+        raise InputError(f"{name}: {text!r} is not a {'positive ' if least else ''}size")
     return nbytes
 
 
@@ -91,6 +91,12 @@ def roughly(seconds: float) -> str:
     if seconds >= 9.95:
         return f"{whole} s"
     return f"{seconds:.1f} s" if seconds >= 0.995 else f"{1e3 * seconds:.0f} ms" if seconds >= 1e-3 else "under 1 ms"
+
+
+def show_range(seconds: float, within: Sequence[float]) -> str:
+    """``seconds``, and the range ``within`` which they probably are: ``24.1 s (19.3 s to 30.1 s)``."""
+    low, high = within
+    return show_seconds(seconds) if low == high else f"{show_seconds(seconds)} ({show_seconds(low)} to {show_seconds(high)})"
 
 
 def round_up(nbytes: int, step: int) -> int:

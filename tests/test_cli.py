@@ -229,7 +229,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_run(graphrun: Cli,
 def test_estimate_needs_no_budget_and_its_json_has_a_basis_for_every_number(graphrun: Cli) -> None:
     code, out, _ = graphrun("estimate", TINY, "--device", "sim")
     assert code == 0
-    assert out.startswith("needs 13.0 MiB with everything on the device; computes for ")
+    assert out.startswith("needs 13.0 MiB with everything on the device; takes ")
     assert "\nestimate flux-tiny" in out
     assert max(len(line) for line in out.splitlines() if not line.startswith("next: ")) <= 80
     code, out, _ = graphrun("estimate", TINY, "--device", "sim", "--set", "height=192", "--no-cache", "--json")
@@ -237,6 +237,20 @@ def test_estimate_needs_no_budget_and_its_json_has_a_basis_for_every_number(grap
     assert found["settings"]["height"] == "192"
     assert {phase["basis"] for phase in found["phases"]} == {"traced"}
     assert {w["basis"] for row in found["components"] for w in row["weights"].values()} == {"declared", "formula"}
+
+
+def test_estimate_says_what_diffusers_modes_take(graphrun: Cli) -> None:
+    code, out, _ = graphrun("estimate", TINY, "--hardware", "rtx4060", "--mode", "model")
+    assert code == 0
+    assert "model offloading: peak" in out
+    assert re.search(r"predicted [\d.]+ ms \([\d.]+ ms to [\d.]+ ms\)", out), "a prior gives a range"
+    asked = ("--mode", "group", "--pinned", "0", "--keep", "vae", "--precision", "transformer=nf4")
+    code, out, _ = graphrun("estimate", TINY, "--hardware", "rtx4060", *asked, "--json")
+    mode, components = json.loads(out)["mode"], json.loads(out)["components"]
+    held = {"transformer": "nf4"}
+    expected = sum(row["weights"][held.get(row["name"], row["dtype"])]["bytes"] for row in components)
+    assert (mode["name"], mode["weights_bytes"], mode["copied_out_bytes"]) == ("group", expected, 0)
+    refused(graphrun("estimate", TINY, "--mode", "modal"), "mode 'modal' is not known", "model")
 
 
 def test_doctor_says_what_is_here(graphrun: Cli) -> None:

@@ -34,7 +34,7 @@ def test_a_frontier_has_a_row_per_budget_json_and_a_picture(graphrun: Cli, tmp_p
     assert max(len(line) for line in out.splitlines() if not line.startswith("next: ")) <= 80
     picture = ElementTree.parse(tmp_path / "o/curve.svg").getroot()
     assert len(picture.findall("{*}circle")) == 3, "one for each budget that something fits"
-    code, out, _ = graphrun(*options, "--json")
+    code, out, _ = graphrun(*options, "--json", "--no-cache")
     data = json.loads(out)
     assert [point["feasible"] for point in data["points"]] == [False, True, True, True]
     assert f"({data['points'][0]['smallest_budget_bytes']} bytes)" in graphrun(*options)[1]

@@ -33,7 +33,7 @@ from graphrun.errors import InputError, PlanError
 from graphrun.reading import read_json
 from graphrun.report import plan_files as planfile
 from graphrun.report.screen import Look
-from graphrun.units import typed_size
+from graphrun.units import parse_size, typed_size
 
 if TYPE_CHECKING:
     from graphrun.model.problem import Problem
@@ -93,15 +93,47 @@ def explain(
 
 
 @app.command()
-@shared("hardware", "device", "set_", "trust_package", "no_cache")
-def estimate(graph: OnlyGraph, asked: Asked, verbose: Verbose = False, as_json: AsJson = False) -> None:
-    """Show what a graph needs, without a budget: weights, activations, values, FLOPs, seconds. Needs no weights and no GPU."""
+@shared("hardware", "device", "set_", "keep", "pinned", "until", "trust_package", "no_cache")
+def estimate(
+    graph: OnlyGraph,
+    asked: Asked,
+    mode: Annotated[
+        str, typer.Option(help="How diffusers would place it: resident, model, sequential, group or leaf (offloading).")
+    ] = "resident",
+    precision: Annotated[
+        list[str] | None,
+        typer.Option(help="bf16, fp16, fp32, int8, nf4, fp8, or COMPONENT=nf4. Repeatable.", metavar="P", show_default=False),
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Pictures per prompt.", min=1, show_default=False)] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="A stage option: decode=tiling. Repeatable.", metavar="STAGE=NAME", show_default=False)
+    ] = None,
+    cpu: Annotated[
+        list[str] | None, typer.Option(help="A component that computes on the CPU. Repeatable.", show_default=False)
+    ] = None,
+    verbose: Verbose = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a graph needs, without a budget: weights, activations, values, FLOPs, seconds; and what diffusers' own offloading
+    takes (--mode; --pinned 0: from pageable memory; --keep: what is not offloaded). Needs no weights and no GPU."""
     from graphrun.report.estimate_screen import estimate_screen
 
     loaded, cache = load(graph, asked), cache_folder(asked.no_cache)
     hardware = hardware_for(asked.hardware, asked.device, False, cache)
     with alive(f"dry run of {loaded.name}"):
-        found = api.survey(loaded, hardware=hardware, inputs=asked.inputs, cache=cache)
+        found = api.survey(
+            loaded,
+            hardware=hardware,
+            inputs=asked.inputs,
+            mode=mode,
+            precision=precision or (),
+            batch=batch,
+            option=option or (),
+            keep=asked.keep or (),
+            cpu=cpu or (),
+            pinned=asked.pinned is None or parse_size(asked.pinned, name="pinned", least=0) > 0,
+            cache=cache,
+        )
     then = f"next: graphrun plan {graph} {asked.flags}".rstrip() + (" --vram 8M" if hardware.device == "sim" else "")
     show(found, as_json, estimate_screen(found, Look(width(), verbose, then=then)))
 

@@ -85,7 +85,7 @@ OPERATIONS: Mapping[str, Operation] = _table(
         required={"latents": "latents", "embeds": "embeds"},
         optional={"height": "int", "width": "int", "num_frames": "int", "use_resolution_binning": "bool", "tiling": "bool"},
         outputs={"image": "image"},
-        options={"tiling": "tiling", "slicing": ""},
+        options={"tiling": "tiling", "slicing": "", "tiling+slicing": "tiling"},
         outlined=frozenset({"embeds"}),
     ),
     Operation(
@@ -93,7 +93,7 @@ OPERATIONS: Mapping[str, Operation] = _table(
         required={},
         optional={"seed": "int"},
         outputs={"image": "image", "video": "video", "audio": "audio", "latents": "latents"},
-        options={"tiling": "tiling", "slicing": ""},
+        options={"tiling": "tiling", "slicing": "", "tiling+slicing": "tiling"},
         open=True,
     ),
     Operation(
@@ -101,7 +101,7 @@ OPERATIONS: Mapping[str, Operation] = _table(
         required={},
         optional={"blocks": "any", "seed": "int"},
         outputs={"image": "image", "video": "video", "audio": "audio"},
-        options={"tiling": "tiling", "slicing": ""},
+        options={"tiling": "tiling", "slicing": "", "tiling+slicing": "tiling"},
         open=True,
     ),
 )

@@ -38,7 +38,7 @@ Scalar = str | bool | int | float
 Dtype = Literal["bfloat16", "float16", "float32"]
 Precision = Literal["bfloat16", "float16", "float32", "fp8", "int8", "nf4", "gguf"]
 BackingStore = Literal["pinned", "pageable", "disk"]
-StageChoice = Literal["tiling", "slicing", "split"]
+StageChoice = Literal["tiling", "slicing", "tiling+slicing", "split"]
 Config = Annotated[
     Text | dict[str, Any],
     Field(description="A JSON file, relative to the graph file, or the configuration itself; {} means the defaults."),

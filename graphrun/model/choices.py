@@ -106,17 +106,17 @@ def apply_choices(problem: Problem, plan: Plan) -> Problem:
 def use_with(use: Use, component: ComponentNumbers, variant: Variant) -> Use:
     """``use`` of ``component`` with the compute seconds of ``variant``.
 
-    They are multiplied by `slowdown`, increased by `block_seconds` once per block and call, and divided among groups as
-    `read_from_disk` says.
+    They are multiplied by `slowdown`, increased by `block_seconds` once per block and call (which may be negative; the sum is not),
+    and divided among groups as `read_from_disk` says.
     """
     use = read_from_disk(use, variant, [len(of.blocks) for of in component.groups])
     extra = variant.block_seconds or (0.0,) * len(use.seconds)
     if variant.slowdown == 1.0 and not any(extra):
         return use
-    seconds = tuple(variant.slowdown * each + more for each, more in zip(use.seconds, extra, strict=True))
+    seconds = tuple(max(0.0, variant.slowdown * each + more) for each, more in zip(use.seconds, extra, strict=True))
     order, seen = [], set[tuple[int, int]]()
     for k, i, each in use.order:
-        order.append((k, i, variant.slowdown * each + (0.0 if (k, i) in seen else extra[k])))
+        order.append((k, i, max(0.0, variant.slowdown * each + (0.0 if (k, i) in seen else extra[k]))))
         seen.add((k, i))
     return replace(use, seconds=seconds, order=tuple(order))
 

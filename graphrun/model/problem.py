@@ -32,6 +32,28 @@ Placement = Literal["pin", "keep", "exclude", "whole", "drop"]
 # Device allocations are multiples of this many bytes (kMinBlockSize of PyTorch's CUDA caching allocator; sim uses the same).
 ALLOCATION_BYTES = 512
 
+# Seconds computed with a prior are within this share of most published ones, of sources that it was not fitted on
+# (benchmarks/results/published.json).
+PRIOR_ERROR = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRates:
+    """What kernels reach on a card, by class (`graphrun.profile.costs`), beside `Hardware.flops_per_second` and
+    `Hardware.memory_bytes_per_second`. FLOPs per second; matrix products in fp32 do not use TF32, convolutions do, as in PyTorch.
+    """
+
+    fp32_flops_per_second: float
+    convolution_flops_per_second: float
+    fp32_convolution_flops_per_second: float
+    attention_flops_per_second: float  # its matrix products alone
+    exponentials_per_second: float  # of attention's softmax
+    fp8_flops_per_second: float  # 0: no tensor cores for fp8
+    int8_flops_per_second: float
+    multiprocessors: int
+    wave_seconds: float  # that a wave of tiles takes beside its multiplications
+    bfloat16: bool = True  # False: products in bfloat16 take as long as in fp32
+
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
@@ -47,7 +69,7 @@ class Hardware:
     d2h_bytes_per_second: float
     bidirectional: float  # fraction of h2d bandwidth left while a d2h copy runs
     disk_bytes_per_second: float
-    flops_per_second: float  # 16-bit dense, as real models achieve it, not from the data sheet
+    flops_per_second: float  # of large matrix products in 16 bits, as achieved, not from the data sheet
     convolution_scratch: bool = True  # whether convolutions use workspace that the dispatcher does not see (cuDNN does)
     caching_allocator: bool = True  # whether a caching allocator reserves more than is allocated
     cpu_flops_per_second: float = 3e11  # of all host cores together, 16-bit
@@ -57,7 +79,14 @@ class Hardware:
     page_lock_seconds: float = 0.0  # to page-lock one byte of host memory
     spares_large_copies: bool = False  # whether convolutions avoid copying outputs of 2 GiB or more
     page_scale: float = 1.0  # of a caching allocator: size of its pages, relative to those of PyTorch's
+    kernels: KernelRates | None = None  # None: all FLOPs take the same time, and nothing else takes any (sim)
+    d2h_pageable_bytes_per_second: float = 1e9  # to pageable memory that is newly allocated, as ``.to("cpu")`` does
     basis: Basis = "prior"
+
+    def seconds_range(self, seconds: float) -> tuple[float, float]:
+        """The range in which ``seconds`` computed with these rates probably are; a single number unless they are a prior's."""
+        factor = 1 + PRIOR_ERROR if self.basis == "prior" else 1.0
+        return seconds / factor, seconds * factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +128,7 @@ class Variant:
     streamable: bool = True
     read_seconds: tuple[float, ...] = ()  # to read one block from disk into the backing store
     disk_seconds: tuple[float, ...] = ()  # to read one block from disk for each copy
-    block_seconds: tuple[float, ...] = ()  # extra compute of one block in one call: dequantization
+    block_seconds: tuple[float, ...] = ()  # extra compute of one block in one call: dequantization; negative: faster
     slowdown: float = 1.0  # factor on compute time: the device's rate over the CPU's
     scratch_bytes: int = 0  # extra activation while the component computes
     transient_bytes: int = 0  # extra RAM while the backing store is read from disk

@@ -4,6 +4,8 @@
     slicing   the VAE decodes picture by picture                            it does not
     split     every call of the denoiser is split into one per sample       it may, in the last bits
 
+``tiling+slicing`` is both.
+
 `graphrun.graph.ops` defines which stages have which options, and what a user must allow for them.
 """
 
@@ -37,13 +39,15 @@ def apply_option(name: str, pipeline: Any, modules: Mapping[str, nn.Module], dev
         if name == "split":
             stack.enter_context(CallInterceptor(modules, device, _call_per_sample))
         else:
-            vaes = {key: module for key, module in modules.items() if hasattr(module, f"enable_{name}")}
+            switches = [f"enable_{each}" for each in name.split("+")]
+            vaes = {key: module for key, module in modules.items() if all(hasattr(module, switch) for switch in switches)}
             if not vaes:
                 raise GraphError(f"option {name}: none of {', '.join(modules)} supports it; remove it from the stage's options")
             for module in vaes.values():
                 before = {key: value for key, value in vars(module).items() if key.startswith(("use_", "tile_"))}
                 stack.callback(vars(module).update, before)
-                getattr(module, f"enable_{name}")()
+                for switch in switches:
+                    getattr(module, switch)()
                 _shrink_tiles(module)
         yield
 

@@ -23,12 +23,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from graphrun.errors import InputError
 from graphrun.model.problem import Hardware
 from graphrun.profile import hardware
 from graphrun.profile import hardware_profiles as profiles
+from graphrun.profile.costs import kernel_seconds, tiles
 from graphrun.profile.host_ram import total_ram_bytes
+from graphrun.profile.recording import Kernel
 from graphrun.systems import forget_cached
 from graphrun.units import MIB
 
@@ -37,6 +40,7 @@ Kind = Literal["cuda", "sim", "cpu"]
 LINEAR_SHARE = 59.5 / (59.5 + 14.9)
 CHUNK_BYTES = 4 * MIB
 DISK_BYTES = 256 * MIB
+LAUNCHED = 128  # operators of the chain with which launches are measured
 SMALL_BYTES, SMALL_COPIES = 512, 256  # for the start-up time of a copy
 
 # Plausible size of a CUDA context. Outside of this range another process started or ended meanwhile, or NVML read another card.
@@ -52,13 +56,14 @@ def calibrate(kind: Kind, folder: Path, name: str = "", allowed_seconds: float =
     """
     before = _cards_used_bytes() if kind == "cuda" else {}  # before torch initializes the driver
     base, target = _open(kind)
-    share = allowed_seconds / 9
+    share = allowed_seconds / 15
 
     def copied(kind: str) -> float:
         target.copy(kind)
         return SMALL_COPIES if kind == "small" else target.nbytes
 
-    rates = {kind: _rate(target, copied, kind, share) for kind in ("h2d", "d2h", "pageable", "both", "small")}
+    copies = ("h2d", "d2h", "pageable", "fresh pages", "both", "small")
+    rates = {kind: _rate(target, copied, kind, share) for kind in copies}
     flops = {kind: _rate(target, target.compute, kind, share) for kind in ("matmul", "attention")}
     if kind == "cuda":
         base = _with_context(base, before, target)
@@ -68,16 +73,44 @@ def calibrate(kind: Kind, folder: Path, name: str = "", allowed_seconds: float =
         h2d_bytes_per_second=rates["h2d"],
         d2h_bytes_per_second=rates["d2h"],
         pageable_bytes_per_second=rates["pageable"],
+        d2h_pageable_bytes_per_second=rates["fresh pages"],
         bidirectional=min(1.0, rates["both"] / rates["h2d"]),
         disk_bytes_per_second=disk_rate(folder, share),
         copy_start_seconds=max(0.0, 1 / rates.pop("small") - SMALL_BYTES / rates["h2d"]),
         flops_per_second=1 / (LINEAR_SHARE / flops["matmul"] + (1 - LINEAR_SHARE) / flops["attention"]),
         basis="measured",
     )
-    figures = {f"{kind}_bytes_per_second": rate for kind, rate in rates.items()}
+    if base.kernels is not None:
+        others = ("convolution", "fp32 matmul", "fp32 convolution", "elementwise", "launch")
+        classes = flops | {kind: _rate(target, target.compute, kind, share) for kind in others}
+        measured = with_kernels(replace(measured, flops_per_second=base.flops_per_second), target.kernels(), classes)
+    figures = {f"{kind.replace(' ', '_')}_bytes_per_second": rate for kind, rate in rates.items()}
     figures |= {name: float(getattr(measured, name)) for name in ("copy_start_seconds", "disk_bytes_per_second")}
     figures |= {f"{kind}_flops_per_second": rate for kind, rate in flops.items()}
     return measured, {**figures, "context_bytes": float(measured.context_bytes)}
+
+
+def with_kernels(base: Hardware, kernels: Mapping[str, Kernel], measured: Mapping[str, float]) -> Hardware:
+    """``base`` with the rates of its classes of kernels changed so that ``kernels`` take what was ``measured``: FLOPs per second,
+    of elementwise work bytes per second, and operators launched per second. Formats of 8 bits change as matrix products do."""
+    rates = base.kernels
+    assert rates is not None
+    base = replace(base, memory_bytes_per_second=measured["elementwise"], launch_seconds=1 / measured["launch"])
+    faster = {kind: kernel_seconds(kernel, base) * measured[kind] / kernel.flops for kind, kernel in kernels.items()}
+    return replace(
+        base,
+        flops_per_second=faster["matmul"] * base.flops_per_second,
+        kernels=replace(
+            rates,
+            fp32_flops_per_second=faster["fp32 matmul"] * rates.fp32_flops_per_second,
+            convolution_flops_per_second=faster["convolution"] * rates.convolution_flops_per_second,
+            fp32_convolution_flops_per_second=faster["fp32 convolution"] * rates.fp32_convolution_flops_per_second,
+            attention_flops_per_second=faster["attention"] * rates.attention_flops_per_second,
+            exponentials_per_second=faster["attention"] * rates.exponentials_per_second,
+            fp8_flops_per_second=faster["matmul"] * rates.fp8_flops_per_second,
+            int8_flops_per_second=faster["matmul"] * rates.int8_flops_per_second,
+        ),
+    )
 
 
 def measure_and_keep(kind: Kind | None, cache: Path, name: str = "", allowed_seconds: float = 20.0) -> dict[str, Any]:
@@ -171,11 +204,19 @@ class Processor:
         return time.perf_counter()
 
     def copy(self, kind: str) -> None:
-        """One copy of ``nbytes``: ``h2d``, ``d2h``, ``pageable``, or ``both`` (one in each direction at the same time; here one
-        after the other). ``small``: instead ``SMALL_COPIES`` copies of ``SMALL_BYTES`` from pinned memory to the device."""
+        """One copy of ``nbytes``: ``h2d``, ``d2h``, ``pageable``, ``fresh pages`` (to newly allocated pageable memory), or ``both``
+        (one in each direction at the same time; here one after the other). ``small``: instead ``SMALL_COPIES`` copies of
+        ``SMALL_BYTES`` from pinned memory to the device."""
+        if kind == "fresh pages":
+            self._source.clone()
+            return
         _transfer(self._destination, self._source, small=kind == "small")
         if kind == "both":
             _transfer(self._source, self._destination)
+
+    def kernels(self) -> dict[str, Kernel]:
+        """What `compute` runs, by kind; of a card alone."""
+        return {}
 
     def compute(self, kind: str) -> float:
         """Runs one kernel and returns its FLOPs: a ``matmul`` [m k] [k n], 2 m k n; a fused ``attention`` [b h s d], 4 b h s s d;
@@ -215,6 +256,9 @@ class _Sim(Processor):
     def copy(self, kind: str) -> None:
         """Copies by the single copy engine of the simulated accelerator."""
         with self._machine, self._machine.on_copy_stream():
+            if kind == "fresh pages":
+                self._on_sim.cpu()
+                return
             if kind != "d2h":
                 _transfer(self._on_sim, self._source, small=kind == "small")
             if kind in ("d2h", "both"):
@@ -241,6 +285,11 @@ class _Cuda(Processor):
         half = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
         shapes = ((4608, 3072), (3072, 12288), (1, 24, 4608, 128))
         self._left, self._right, self._heads = (torch.randn(shape, dtype=half, device=device) for shape in shapes)
+        self._picture = torch.randn(1, 256, 512, 512, dtype=half, device=device)
+        self._filters = torch.randn(256, 256, 3, 3, dtype=half, device=device)
+        self._floats = [tensor.float() for tensor in (self._left, self._right, self._picture, self._filters)]
+        layers = (nn.Linear(64, 64), nn.LayerNorm(64)) * (LAUNCHED // 2)
+        self._small = nn.Sequential(*layers).to(device, half)
         torch.cuda.synchronize(device)
 
     def now(self) -> float:
@@ -252,6 +301,8 @@ class _Cuda(Processor):
         """Copies between pinned memory and the card on side streams; from pageable memory on the current stream."""
         if kind == "pageable":
             _transfer(self._device[0], self._pageable)
+        if kind == "fresh pages":
+            self._device[0].cpu()
         if kind in ("h2d", "both", "small"):
             with torch.cuda.stream(self._streams[0]):
                 _transfer(self._device[0], self._pinned[0], small=kind == "small", non_blocking=True)
@@ -260,8 +311,45 @@ class _Cuda(Processor):
                 _transfer(self._pinned[1], self._device[1], non_blocking=True)
 
     def compute(self, kind: str) -> float:
-        """The kernels in 16 bits, repeated until they take milliseconds, so that synchronization does not matter."""
-        return sum(super(_Cuda, self).compute(kind) for _ in range(self.repeats))
+        """The kernels, repeated until they take milliseconds, so that synchronization does not matter. ``elementwise``: the bytes
+        of an addition. ``launch``: the number of operators in a chain of small layers."""
+        return sum(self._compute(kind) for _ in range(self.repeats))
+
+    @torch.no_grad()
+    def _compute(self, kind: str) -> float:
+        if kind == "launch":
+            self._small(self._left[:1, :64])
+            return LAUNCHED
+        if kind == "elementwise":
+            torch.add(self._picture, 1.0)
+            return 2.0 * self._picture.nbytes
+        if kind in ("matmul", "attention"):
+            return super().compute(kind)
+        left, right, picture, filters = (
+            self._floats if kind.startswith("fp32") else (self._left, self._right, self._picture, self._filters)
+        )
+        if kind.endswith("convolution"):
+            torch.nn.functional.conv2d(picture, filters, padding=1)
+        else:
+            torch.mm(left, right)
+        return self.kernels()[kind].flops
+
+    def kernels(self) -> dict[str, Kernel]:
+        """What `compute` runs, by kind."""
+        rows, inner, columns = *self._left.shape, self._right.shape[1]
+        heads, tokens, features = self._heads.shape[1:]
+        channels, pixels = self._picture.shape[1], self._picture.shape[2] * self._picture.shape[3]
+        found = {}
+        for prefix, dtype, size in (("", "float16", 2), ("fp32 ", "float32", 4)):
+            nbytes = size * (rows * inner + inner * columns + rows * columns)
+            found[f"{prefix}matmul"] = Kernel("matmul", dtype, 2.0 * rows * inner * columns, nbytes, tiles(rows, columns))
+            nbytes = size * (2 * channels * pixels + self._filters.numel())
+            flops = 2.0 * pixels * self._filters.numel()
+            found[f"{prefix}convolution"] = Kernel("convolution", dtype, flops, nbytes, tiles(pixels, channels))
+        scores = heads * tokens * tokens
+        size = 4 * self._heads.nbytes
+        found["attention"] = Kernel("attention", "float16", 4.0 * scores * features, size, heads * tiles(tokens, 1), scores)
+        return found
 
 
 def _transfer(destination: Any, source: Any, *, small: bool = False, non_blocking: bool = False) -> None:

@@ -1,15 +1,26 @@
 """Built-in hardware descriptions (priors), and detection of this machine's CUDA device.
 
-bf16 rates and pinned host-to-device rates are what real models reach, not data sheets (TFLOP/s, GB/s): RTX 3060 21.7 and 24,
-RTX 4060 25.7 and 12 (eight lanes), RTX 4090 140 and 25, RTX 5090 200 and 50, A100 250 and 25, H100 and H200 780 and 55.
-Pageable copies reach a third to a half of the pinned rate (0.4 here). Host-to-device copies fall to 11 to 16 GB/s on PCIe 4
-while the other direction is in use (0.5 here). Disk: safetensors through mmap 1.0 to 1.3 GB/s (1.2 here). A CUDA context takes
-287 MB (lazy loading) to 667 MB (eager); the larger is used. Device memory bandwidth, from NVIDIA's data sheets (GB/s): 360,
-272, 1008, 1792, 2039 (A100 80 GB), 3350, 4800. A host computes 0.3 TFLOP/s in 16 bits (about what eight cores with AVX2 reach
-in fp32). cuBLAS workspace: 8.125 MiB, 32 MiB from compute capability 9.0. Submitting a copy takes 5 to 7 us, independent of
-its size (arXiv:2602.21548, 5.2); 7 here. Launching a kernel takes the host about 5 us, from PyTorch's dispatch to the driver (2 to
-9 us are measured for the driver's part). Allocating host memory and locking its pages takes 0.2 to 0.4 s for a GB
-(rapidsai/dask-cuda, pull request 98 and issue 106); 0.2 here.
+A prior is a card's data sheet (`SHEETS`) times the share that kernels reach of it (`SHARES`, `MEMORY_SHARE`), by class of kernel
+(`costs`). Data sheets: NVIDIA's architecture papers GA102, Ada and RTX Blackwell (dense tensor rates with fp32 accumulation),
+data sheets of V100, T4, A100, H100, H200, B200, A10, L4, L40S and RTX A6000, AMD's of MI300X. Laptops' rates are those of the
+highest power limit.
+
+Shares are fitted by ``benchmarks/fit_costs.py`` on published seconds (``benchmarks/data/published.csv``), as are the constants so
+named in `costs`; errors of rows whose source was left out are in ``benchmarks/results/published.json``. V100 takes the shares of
+A100, B200 and MI300X those of H100. Exponentials: 16 per multiprocessor and clock (CUDA programming guide, throughput of native
+arithmetic instructions); softmax costs about three of them per score.
+
+Launches: from PyTorch's dispatch to the driver, a kernel takes the host about 5 us (2 to 9 us are measured for the driver's part);
+`sim` charges these (`DISPATCH_SECONDS`). `LAUNCH_SECONDS`, fitted too, has the Python code around an operator as well.
+
+Copies: pinned rates (GB/s) are what PCIe reaches: 3.0 x16 12, 4.0 x8 12, x16 25, 5.0 x8 25, x16 50 to 55. Pageable copies to the
+device reach `PAGEABLE_SHARE` of that. Copies to newly allocated pageable memory are bound by page faults (`FRESH_PAGES_RATE`). Both
+are fitted on diffusers' offload modes. Host-to-device copies fall to 11 to 16 GB/s on PCIe 4 while the other direction is in use
+(0.5 here). Submitting a copy takes 5 to 7 us, independent of its size (arXiv:2602.21548, 5.2); 7 here. Allocating host memory and
+locking its pages takes 0.2 to 0.4 s for a GB (rapidsai/dask-cuda, pull request 98 and issue 106); 0.2 here. Disk: safetensors
+through mmap 1.0 to 1.3 GB/s (1.2 here). A CUDA context takes 287 MB (lazy loading) to 667 MB (eager); the larger is used. A host
+computes 0.3 TFLOP/s in 16 bits (about what eight cores with AVX2 reach in fp32). cuBLAS workspace: 8.125 MiB, 32 MiB from compute
+capability 9.0.
 """
 
 from __future__ import annotations
@@ -17,63 +28,148 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from graphrun.errors import InputError
-from graphrun.model.problem import Hardware
+from graphrun.model.problem import Hardware, KernelRates
 from graphrun.units import GIB, KIB, MIB
 
 CONTEXT_BYTES = 667_000_000
 COPY_START_SECONDS = 7e-6
-LAUNCH_SECONDS = 5e-6
+DISPATCH_SECONDS = 5e-6
 PAGE_LOCK_SECONDS = 0.2e-9
-RTX4090_H2D = 25e9
 SMALL = 0.0005  # weights of graphs in small (flux-tiny, wan-tiny) over those of the models that they stand for
 DEFAULT = "rtx4090"
-HOPPER = ("h100", "h200")  # compute capability 9.0
+
+LAUNCH_SECONDS = 21.8e-6  # of the host for one operator in eager PyTorch, with the Python code of diffusers around it
+WAVE_SECONDS = 8.7e-6
+MEMORY_SHARE = 0.874
+SOFTMAX_EXPONENTIALS = 2.68
+PAGEABLE_SHARE = 0.263
+FRESH_PAGES_RATE = 2.65e9
 
 # Without one of these, Linux has no card that torch.cuda could open (NVIDIA, WSL, ROCm), so torch is not imported to check.
 DEVICE_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
-def _card(
-    name: str, gib: int, tflops: float, h2d_gb: float, memory_gb: float, workspace_bytes: int = 8 * MIB + 128 * KIB
-) -> Hardware:
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The part of a data sheet's rates that kernels reach: matrix products, attention, convolutions."""
+
+    matmul: float
+    attention: float
+    convolution: float
+
+
+# A100; H100; GeForce and workstation cards.
+SHARES = {
+    "ampere": Shares(0.866, 0.712, 0.881),
+    "hopper": Shares(0.724, 0.675, 0.48),
+    "geforce": Shares(0.977, 1.023, 0.849),
+}
+# Cards whose power limit (72, 70 and 150 W) is far below what their tensor cores would draw: the part of the sheet's clock that is
+# assumed to remain. No published row is of these.
+THROTTLED = {"l4": 0.55, "t4": 0.6, "a10": 0.7}
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """What a data sheet says: GiB of memory; TFLOP/s of tensor cores in 16 bits (dense, fp32 accumulation) and of fp32;
+    multiprocessors; GB/s of memory; then what PCIe reaches in GB/s; architecture, and the kind of `SHARES`."""
+
+    gib: int
+    tensor: float
+    fp32: float
+    multiprocessors: int
+    memory: float
+    pcie: float
+    architecture: str
+    shares: str = "geforce"
+
+
+SHEETS = {
+    "rtx3060": Sheet(12, 25.5, 12.7, 28, 360, 24, "ga10x"),
+    "rtx3070": Sheet(8, 40.6, 20.3, 46, 448, 24, "ga10x"),
+    "rtx3080": Sheet(10, 59.5, 29.8, 68, 760, 24, "ga10x"),
+    "rtx3090": Sheet(24, 71.2, 35.6, 82, 936, 24, "ga10x"),
+    "rtx4060": Sheet(8, 30.2, 15.1, 24, 272, 12, "ada"),
+    "rtx4060ti": Sheet(16, 44.1, 22.1, 34, 288, 12, "ada"),
+    "rtx4070": Sheet(12, 58.3, 29.1, 46, 504, 25, "ada"),
+    "rtx4070ti": Sheet(12, 80.2, 40.1, 60, 504, 25, "ada"),
+    "rtx4080": Sheet(16, 97.5, 48.7, 76, 717, 25, "ada"),
+    "rtx4090": Sheet(24, 165.2, 82.6, 128, 1008, 25, "ada"),
+    "rtx4060laptop": Sheet(8, 29.2, 14.6, 24, 256, 12, "ada"),
+    "rtx4070laptop": Sheet(8, 40.0, 20.0, 36, 256, 12, "ada"),
+    "rtx4080laptop": Sheet(12, 66.0, 33.0, 58, 432, 25, "ada"),
+    "rtx4090laptop": Sheet(16, 79.4, 39.7, 76, 576, 25, "ada"),
+    "rtx5060ti": Sheet(16, 47.4, 23.7, 36, 448, 25, "blackwell"),
+    "rtx5070": Sheet(12, 61.7, 30.9, 48, 672, 50, "blackwell"),
+    "rtx5070ti": Sheet(16, 87.9, 43.9, 70, 896, 50, "blackwell"),
+    "rtx5080": Sheet(16, 112.6, 56.3, 84, 960, 50, "blackwell"),
+    "rtx5090": Sheet(32, 209.5, 104.8, 170, 1792, 50, "blackwell"),
+    "t4": Sheet(16, 65, 8.1, 40, 320, 12, "turing"),
+    "v100": Sheet(16, 125, 15.7, 80, 900, 12, "volta", "ampere"),
+    "a10": Sheet(24, 125, 31.2, 72, 600, 25, "ga10x"),
+    "a6000": Sheet(48, 154.8, 38.7, 84, 768, 25, "ga10x"),
+    "l4": Sheet(24, 121, 30.3, 58, 300, 25, "ada"),
+    "l40s": Sheet(48, 362, 91.6, 142, 864, 25, "ada"),
+    "a100": Sheet(80, 312, 19.5, 108, 2039, 25, "ampere", "ampere"),
+    "a100-40": Sheet(40, 312, 19.5, 108, 1555, 25, "ampere", "ampere"),
+    "h100": Sheet(80, 989.4, 66.9, 132, 3350, 55, "hopper", "hopper"),
+    "h200": Sheet(141, 989.4, 66.9, 132, 4800, 55, "hopper", "hopper"),
+    "b200": Sheet(180, 2250, 75, 148, 8000, 55, "hopper", "hopper"),
+    "mi300x": Sheet(192, 1307.4, 163.4, 304, 5300, 55, "cdna3", "hopper"),
+}
+HOPPER = ("h100", "h200")  # compute capability 9.0
+
+
+def _card(name: str, sheet: Sheet) -> Hardware:
+    """The prior of the card with this data sheet."""
+    tera, shares, kept = 1e12, SHARES[sheet.shares], THROTTLED.get(name, 1.0)
+    tensor, fp32 = kept * sheet.tensor * tera, kept * sheet.fp32 * tera
+    old = sheet.architecture in ("volta", "turing")
+    # FLOPs in fp32 per exponential: 64 lanes per multiprocessor on V100, T4 and A100, 128 on others, for 16 special function units
+    per_exponential = 8 if old or sheet.architecture == "ampere" else 16
     return Hardware(
         name=name,
         device="cuda",
-        capacity_bytes=gib * GIB,
+        capacity_bytes=sheet.gib * GIB,
         context_bytes=CONTEXT_BYTES,
-        workspace_bytes=workspace_bytes,
-        h2d_bytes_per_second=h2d_gb * 1e9,
-        pageable_bytes_per_second=0.4 * h2d_gb * 1e9,
-        d2h_bytes_per_second=h2d_gb * 1e9,
+        workspace_bytes=32 * MIB if sheet.architecture in ("hopper", "blackwell") else 8 * MIB + 128 * KIB,
+        h2d_bytes_per_second=sheet.pcie * 1e9,
+        pageable_bytes_per_second=PAGEABLE_SHARE * sheet.pcie * 1e9,
+        d2h_bytes_per_second=sheet.pcie * 1e9,
+        d2h_pageable_bytes_per_second=FRESH_PAGES_RATE,
         bidirectional=0.5,
         disk_bytes_per_second=1.2e9,
-        flops_per_second=tflops * 1e12,
-        memory_bytes_per_second=memory_gb * 1e9,
+        flops_per_second=shares.matmul * tensor,
+        memory_bytes_per_second=MEMORY_SHARE * sheet.memory * 1e9,
         copy_start_seconds=COPY_START_SECONDS,
         launch_seconds=LAUNCH_SECONDS,
         page_lock_seconds=PAGE_LOCK_SECONDS,
         spares_large_copies=name in HOPPER,
+        kernels=KernelRates(
+            fp32_flops_per_second=shares.matmul * fp32,
+            convolution_flops_per_second=shares.convolution * tensor,
+            fp32_convolution_flops_per_second=shares.convolution * (fp32 if old else tensor / 2),
+            attention_flops_per_second=shares.attention * tensor,
+            exponentials_per_second=fp32 / per_exponential / SOFTMAX_EXPONENTIALS,
+            fp8_flops_per_second=2 * shares.matmul * tensor
+            if sheet.architecture in ("ada", "hopper", "blackwell", "cdna3")
+            else 0.0,
+            int8_flops_per_second=(4 if name.startswith("rtx") else 2) * shares.matmul * tensor,
+            multiprocessors=sheet.multiprocessors,
+            wave_seconds=WAVE_SECONDS,
+            bfloat16=not old,
+        ),
     )
 
 
 def priors() -> dict[str, Hardware]:
     """The built-in devices by name. ``sim``, the simulated accelerator, has no context, no scratch and no caching allocator."""
-    hopper = 32 * MIB
-    cards = (
-        _card("rtx3060", 12, 21.7, 24, 360),
-        _card("rtx4060", 8, 25.7, 12, 272),
-        _card("rtx4090", 24, 140, 25, 1008),
-        _card("rtx5090", 32, 200, 50, 1792),
-        _card("a100", 80, 250, 25, 2039),
-        _card("h100", 80, 780, 55, 3350, hopper),
-        _card("h200", 141, 780, 55, 4800, hopper),
-    )
-    return {card.name: card for card in cards} | {"sim": simulated()}
+    return {name: _card(name, sheet) for name, sheet in SHEETS.items()} | {"sim": simulated()}
 
 
 PAGES = "sim:pages="  # begins the name of a simulated accelerator that counts in pages; the factor on their size follows
@@ -88,7 +184,7 @@ def simulated(page_scale: float | None = None) -> Hardware:
     a start, a card copies so many bytes; `sim` copies ``page_scale`` (None: `SMALL`) times as many, as its pages are smaller.
     """
     h2d_bytes_per_second = 1e9
-    scale = (page_scale or SMALL) * RTX4090_H2D / h2d_bytes_per_second
+    scale = (page_scale or SMALL) * SHEETS["rtx4090"].pcie * 1e9 / h2d_bytes_per_second
     return Hardware(
         name="sim" if page_scale is None else f"{PAGES}{page_scale:g}",
         device="sim",
@@ -105,7 +201,7 @@ def simulated(page_scale: float | None = None) -> Hardware:
         memory_bytes_per_second=1e10,
         convolution_scratch=False,
         copy_start_seconds=scale * COPY_START_SECONDS,
-        launch_seconds=scale * LAUNCH_SECONDS,
+        launch_seconds=scale * DISPATCH_SECONDS,
         page_lock_seconds=PAGE_LOCK_SECONDS,
         caching_allocator=page_scale is not None,
         page_scale=page_scale or 1.0,
@@ -137,8 +233,8 @@ def _page_scale(name: str) -> float:
 
 
 def found() -> Hardware | None:
-    """This machine's CUDA device: its own capacity, and the rates of the prior whose name its name contains. None without a
-    device."""
+    """This machine's CUDA device: its own capacity, and the rates of the prior with the longest name that its name contains. None
+    without a device."""
     if sys.platform == "linux" and not any(Path(node).exists() for node in DEVICE_NODES):
         return None
 
@@ -148,7 +244,8 @@ def found() -> Hardware | None:
         return None
     properties: Any = torch.cuda.get_device_properties(0)
     plain = properties.name.lower().replace(" ", "").replace("-", "")
-    base = next((card for name, card in priors().items() if name in plain), priors()[DEFAULT])
+    names = [name for name in SHEETS if name in plain]
+    base = priors()[max(names, key=len, default=DEFAULT)]
     workspace_bytes = 32 * MIB if properties.major >= 9 else base.workspace_bytes
     return replace(
         base,

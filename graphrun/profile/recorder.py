@@ -14,6 +14,7 @@ Scratch is memory that is allocated and freed within one operator. `graphrun.pro
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -31,22 +32,27 @@ from torch.utils.flop_counter import flop_registry
 from graphrun.model.allocator import ROUND_BYTES
 from graphrun.profile.constants import ConstantValues, Storages
 from graphrun.profile.corrections import Convolution, attention_scratch, convolution_scratch
+from graphrun.profile.costs import tiles
 from graphrun.profile.meta_ops import META, on_meta
-from graphrun.profile.recording import Call, Event, Product, Span
+from graphrun.profile.recording import Call, Event, Kernel, KernelClass, Product, Span
 from graphrun.sim.autocast import dtype_on
 from graphrun.sim.flops import launches_kernel
 from graphrun.units import round_up
 
 aten = torch.ops.aten
+FLASH_FEATURES = 256  # most features per head in FlashAttention 2 and cuDNN
 MATRIX_PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 # Operators of which `_host_value` may know the result: they copy values from the device to the host, or their output's size depends
 # on values.
 _HOST_READS = frozenset({aten._local_scalar_dense.default, aten._to_copy.default, aten.bincount.default})
 
+# Operators that read as many elements of their first argument as they return.
+_GATHERS = frozenset({aten.embedding, aten.index, aten.index_select, aten.gather})
+
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that records the allocations and releases of storages, the weights read, and the FLOPs of each block.
+    """A dispatch mode that records the allocations and releases of storages, the weights read, and the kernels of each block.
 
     ``record``: what was recorded so far.
 
@@ -61,6 +67,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, module: nn.Module, blocks: Iterable[str], device: torch.device = META) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.record = Call()
+        self._numbers: dict[Kernel, int] = {}  # of each kernel in ``record.kernels``
         self._running = ""  # path of the layer that runs
         self._device_type = device.type
         self.constants = ConstantValues()
@@ -113,8 +120,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def section(self) -> Iterator[Call]:
         """A context in which ``record`` is the section that it yields; at its end, ``record`` is extended by the section."""
-        whole, self.record = self.record, Call()
-        self._begin_entry(self._stack[-1])
+        whole, self.record = self.record, Call(kernels=self.record.kernels)
+        self.record.work.append((self._stack[-1], []))
         try:
             yield self.record
         finally:
@@ -161,8 +168,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def begin(*_: Any) -> None:
             self._stack.append(path)
             self.record.entered.append(path)
-            # An entry even for a block without counted FLOPs, since the order of blocks matters.
-            self._begin_entry(path)
+            # An entry even for a block without kernels, since the order of blocks matters.
+            self.record.work.append((path, []))
 
         def end(*_: Any) -> None:
             self._stack.pop()
@@ -178,7 +185,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             first_event, self._running = len(self.record.events), path
             self._note_loose((path,))
             if self._stack[-1] != path:  # for a layer that is a block too, `_watch` has made the entry
-                self._begin_entry(path)
+                self.record.work.append((path, []))
             self._stack.append(path)
 
         def end(*_: Any) -> None:
@@ -221,11 +228,30 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._mask_sums[tensor] = True
         if func is aten.convolution.default:
             self.scratch(*convolution_scratch(_convolution(args[0], args[1], out, args[3])))
-        if (formula := flop_registry.get(func._overloadpacket)) is not None:
-            self.count(formula(*args, **kwargs, out_val=out))
-        if launches_kernel(func):
-            self.launch()
+        if launches_kernel(func) and (kernel := self._kernel(func, args, kwargs, out)) is not None:
+            self.count(kernel)
         return out
+
+    def _kernel(self, func: Any, args: Any, kwargs: Any, out: Any) -> Kernel | None:
+        """The kernel of ``func``, which launches one; None on the host. A copy to the host is a launch without work."""
+        outs = [tensor for tensor in _tensors((out,)) if tensor.device.type == self._device_type]
+        if not outs:
+            read_here = [tensor for tensor in _tensors(args) if tensor.device.type == self._device_type]
+            return Kernel("elementwise", _name(read_here[0].dtype), 0.0, 0) if read_here else None
+        result, packet = outs[0], func._overloadpacket
+        written = sum(map(_touched_bytes, outs))
+        read = written
+        if packet not in _GATHERS:
+            read = sum(_touched_bytes(tensor) for tensor in _tensors(args) if tensor.device.type == self._device_type)
+        dtype, nbytes = _name(result.dtype), read + written
+        if (formula := flop_registry.get(packet)) is None:
+            return Kernel("elementwise", dtype, 0.0, nbytes)
+        flops = float(formula(*args, **kwargs, out_val=out))
+        if func is aten.convolution.default:
+            covered = tiles(result.numel() // result.shape[1], result.shape[1])
+            return Kernel("convolution", dtype, flops, nbytes, covered)
+        *batch, rows, columns = result.shape
+        return Kernel("matmul", dtype, flops, nbytes, math.prod(batch) * tiles(rows, columns))
 
     def _note_loose(self, owners: Collection[str], entered: Collection[str] = ()) -> None:
         """Adds ``owners`` to ``loose`` if they are inside a block that neither runs nor is among the ``entered`` ones.
@@ -248,21 +274,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return value.item()
         return value.clone() if torch.device(kwargs.get("device") or "meta").type == "cpu" else None
 
-    def count(self, flops: float) -> None:
-        """Adds FLOPs of the running block or layer: to the last entry if that is its own, else in a new entry."""
-        path, entries = self._stack[-1], self.record.flops
-        if not entries or entries[-1][0] != path:
-            self._begin_entry(path)
-        entries[-1] = path, entries[-1][1] + flops
-
-    def launch(self) -> None:
-        """Adds a launched kernel to the last entry of FLOPs, whichever module runs."""
-        if self.record.launches:
-            self.record.launches[-1] += 1
-
-    def _begin_entry(self, path: str) -> None:
-        self.record.flops.append((path, 0.0))
-        self.record.launches.append(0)
+    def count(self, kernel: Kernel) -> None:
+        """Adds a kernel of the running block or layer: to the last entry if that is its own, else in a new entry."""
+        number = self._numbers.setdefault(kernel, len(self._numbers))
+        if number == len(self.record.kernels):
+            self.record.kernels.append(kernel)
+        if not self.record.work or self.record.work[-1][0] != self._stack[-1]:
+            self.record.work.append((self._stack[-1], []))
+        self.record.work[-1][1].append(number)
 
     def _note_product(self, args: Any, result: torch.Tensor) -> None:
         """Records a matrix product with a weight. To be called directly after the allocation of ``result``, the last event."""
@@ -348,9 +367,21 @@ class FusedAttention(TorchFunctionMode):
         rows = query.numel() // query.shape[-1]  # b h s_q
         width, keys = query.shape[-1], key.shape[-2]  # d_k, s_k
         self.recorder.scratch(attention_scratch(rows, keys, width, query.element_size(), fused=self.fused))
-        self.recorder.count(2.0 * rows * keys * (width + value.shape[-1]))
-        self.recorder.launch()
+        nbytes = sum(map(_touched_bytes, (query, key, value, out)))
+        covered = rows // query.shape[-2] * tiles(query.shape[-2], 1)
+        kind: KernelClass = "attention" if width <= FLASH_FEATURES else "wide attention"
+        flops = 2.0 * rows * keys * (width + value.shape[-1])
+        self.recorder.count(Kernel(kind, _name(out.dtype), flops, nbytes, covered, rows * keys))
         return out
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _touched_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of device memory that a kernel reads or writes for ``tensor``; an expanded one is smaller in memory."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def _convolution(source: torch.Tensor, weight: torch.Tensor, result: torch.Tensor, stride: Sequence[int]) -> Convolution:

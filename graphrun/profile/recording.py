@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import PlainSerializer, TypeAdapter
 
@@ -15,6 +15,11 @@ from graphrun.model.problem import BlockGroup
 
 Names = Annotated[set[str], PlainSerializer(sorted)]
 """Names in no order; sorted in JSON, so that equal recordings have equal digests."""
+
+
+KernelClass = Literal["matmul", "convolution", "attention", "wide attention", "elementwise"]
+"""Matrix products; convolutions; fused attention, also with more features per head than flash kernels take; all other kernels,
+such as normalisation, activations, copies and casts."""
 
 
 class Event(NamedTuple):
@@ -38,6 +43,22 @@ class Product(NamedTuple):
     rows: int
 
 
+class Kernel(NamedTuple):
+    """An operator's work on the device, which `graphrun.profile.costs` turns into seconds.
+
+    ``dtype``: of its output. ``nbytes``: bytes of the tensors that it reads and writes. ``tiles``: tiles of 128 x 128 outputs
+    (attention: of 128 queries), which the multiprocessors take one at a time; 0 for elementwise work. ``scores``: exponentials
+    that attention takes, one per query and key.
+    """
+
+    kind: KernelClass
+    dtype: str
+    flops: float
+    nbytes: int
+    tiles: int = 0
+    scores: int = 0
+
+
 class Span(NamedTuple):
     """A call of the layer ``path`` during a call of its component: events ``begin`` to ``end`` (half-open)."""
 
@@ -50,21 +71,21 @@ class Span(NamedTuple):
 class Call:
     """One kind of call into a component, traced once for each signature of argument shapes; or a section of one.
 
-    ``events``: what it allocates and releases. Every key is released before the end. ``flops``: FLOPs in execution order, each
-    with the path of the layer or block that ran (``""`` outside of all). ``launches``: for each entry of ``flops``, the kernels
-    launched since it began, up to the next one. ``products``: matrix products with a weight.
+    ``events``: what it allocates and releases. Every key is released before the end. ``work``: kernels in execution order, as
+    numbers in ``kernels``, with the path of the layer or block that ran (``""`` outside of all). ``kernels``: the distinct ones;
+    sections of one call share it. ``products``: matrix products with a weight.
     ``spans``: calls of layers, in order. ``entered``: paths of the blocks that were called, in order. ``touched``: names of the
     parameters and buffers that an operator read. ``outside``: layers with a tensor that was read outside of their own calls.
     ``loose``: modules inside a block that were called, or of which a tensor was read, while the block did not run.
     ``input_bytes``: bytes of the device tensors among the arguments. ``kept``: keys of tensors that the component keeps after
-    the call (position tables) and reuses in later calls; of a section, keys of its results.
+    the call and reuses (position tables) or replaces (frames for the next piece) in later calls; of a section, keys of its results.
     """
 
     component: str = ""
     entry: str = ""
     events: list[Event] = field(default_factory=list)
-    flops: list[tuple[str, float]] = field(default_factory=list)
-    launches: list[int] = field(default_factory=list)
+    work: list[tuple[str, list[int]]] = field(default_factory=list)
+    kernels: list[Kernel] = field(default_factory=list)
     products: list[Product] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     entered: list[str] = field(default_factory=list)
@@ -85,16 +106,20 @@ class Call:
         return levels
 
     @property
+    def flops(self) -> float:
+        """FLOPs of the whole call."""
+        return sum(self.kernels[number].flops for _, numbers in self.work for number in numbers)
+
+    @property
     def peak_bytes(self) -> int:
         """The most bytes allocated at once, without scratch."""
         return max(self.levels())
 
     def extend(self, section: Call) -> None:
-        """Appends what was recorded in ``section``."""
+        """Appends what was recorded in ``section``, whose kernels have the same numbers."""
         start = len(self.events)
         self.events += section.events
-        self.flops += section.flops
-        self.launches += section.launches
+        self.work += [(path, [*numbers]) for path, numbers in section.work]  # the recorder appends to the last entry
         self.products += [product._replace(event=start + product.event) for product in section.products]
         self.spans += [span._replace(begin=start + span.begin, end=start + span.end) for span in section.spans]
         self.entered += section.entered
@@ -111,7 +136,7 @@ class Call:
 
         return replace(
             self,
-            flops=[(rename(name), flops) for name, flops in self.flops],
+            work=[(rename(name), numbers) for name, numbers in self.work],
             products=[product._replace(name=rename(product.name)) for product in self.products],
             spans=[span._replace(path=rename(span.path)) for span in self.spans],
             entered=[*map(rename, self.entered)],

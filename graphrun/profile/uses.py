@@ -11,11 +11,12 @@ Seconds of the remainder count for the blocks with whose copies they can overlap
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from graphrun.model.choices import overlap_seconds
 from graphrun.model.problem import ComponentNumbers, Hardware, PhaseNumbers, Use
+from graphrun.profile.costs import work_seconds
 from graphrun.profile.recording import Call
 
 Order = tuple[tuple[int, int, float], ...]
@@ -44,6 +45,8 @@ def _block_use(component: ComponentNumbers, calls: Sequence[Call], hardware: Har
     reads = [sum(number in groups_of[id(call)] for call in calls) for number in range(len(component.groups))]
     # `Use` counts a group's first call in the component's first call: the group must be loaded for it.
     group_calls = [count + (count > 0 and number not in groups_of[id(calls[0])]) for number, count in enumerate(reads)]
+    if not group_calls[0]:
+        orders = {key: _without_remainder(order) for key, order in orders.items()}
     order = orders[id(calls[0])] if len(distinct) == 1 else ()
     return Use(component.name, len(calls), tuple(group_calls), _block_seconds(component, calls, orders, group_calls), order)
 
@@ -69,7 +72,7 @@ def _compute_order(component: ComponentNumbers, call: Call, hardware: Hardware) 
     loose_paths = tuple(path for path in positions if _block_at(positions, path.rpartition(".")[0])[0])
     positions = {path: position for path, position in positions.items() if path not in loose_paths}
     found: list[tuple[int, int, float]] = []
-    for path, seconds in _seconds(call, hardware):
+    for (path, _), seconds in zip(call.work, work_seconds(call, hardware), strict=True):
         position = _block_at(positions, path)
         if f"{path}.".startswith(tuple(f"{of}." for of in loose_paths)) and (not found or found[-1][:2] != position):
             position = (0, 0)  # a loose module of a block computes while the block does not
@@ -77,18 +80,6 @@ def _compute_order(component: ComponentNumbers, call: Call, hardware: Hardware) 
             seconds += found.pop()[2]
         found.append((*position, seconds))
     return tuple(found)
-
-
-def _seconds(call: Call, hardware: Hardware) -> Iterator[tuple[str, float]]:
-    """(path, seconds) of each entry of ``call.flops``. The host launches kernels ahead; the device waits for it where kernels take
-    less time than their launches."""
-    host_seconds = device_seconds = 0.0
-    for (path, flops), launches in zip(call.flops, call.launches, strict=True):
-        host_seconds += launches * hardware.launch_seconds
-        seconds = flops / hardware.flops_per_second
-        seconds += max(0.0, host_seconds - (device_seconds + seconds))
-        device_seconds += seconds
-        yield path, seconds
 
 
 def _block_at(positions: Mapping[str, tuple[int, int]], path: str) -> tuple[int, int]:
@@ -127,7 +118,7 @@ def _layer_use(component: ComponentNumbers, calls: Sequence[Call], hardware: Har
 
 
 def _without_remainder(order: Order) -> Order:
-    """``order`` for calls that read nothing of the remainder: compute outside of layers is added to the layer before it."""
+    """``order`` for calls that read nothing of the remainder: compute outside of blocks is added to the block before it."""
     found: list[tuple[int, int, float]] = []
     for number, i, seconds in order:
         if number or not found:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from graphrun.graph.graph import Component
 from graphrun.model.problem import ALLOCATION_BYTES, BackingStore, Granularity, Hardware, Variant
 from graphrun.modules.precisions import QUANTIZED
+from graphrun.profile.costs import extra_seconds, work_seconds
 from graphrun.profile.precision import (
     BLOCK_GRANULARITY_ONLY,
     ELEMENT_BYTES,
@@ -28,10 +29,6 @@ from graphrun.units import round_up
 
 BACKING_STORES: tuple[BackingStore, ...] = ("pinned", "pageable", "disk")
 ON_CPU = "cpu"
-
-# int8 layers multiply in int8 and add the outliers' products in 16 bits: 15 to 23 % slower than 16 bits throughout (Hugging Face,
-# "A Gentle Introduction to 8-bit Matrix Multiplication", of Dettmers et al. 2022).
-SLOWDOWNS = {"int8": 1.2}
 
 # bitsandbytes 0.50 quantizes a weight on a CPU core at about these rates, in bytes of 16-bit weights per second (idle 2.10 GHz
 # Xeon core). A cast to fp8 runs at memory speed.
@@ -60,7 +57,7 @@ def variants_of(
     if granularity == "layers":
         found = [replace(variant, streamable=variant.precision not in BLOCK_GRANULARITY_ONLY) for variant in found]
     if ON_CPU in allow and found[0].precision not in QUANTIZED:
-        found.append(_on_cpu(found[0], hardware))
+        found.append(_on_cpu(found[0], calls, hardware))
     return tuple(found)
 
 
@@ -76,10 +73,9 @@ def _in_backing_stores(
     block_bytes = profile.block_bytes if precision == dtype else profile.precisions[precision]
     weight_bytes = sum(len(group.blocks) * nbytes for group, nbytes in zip(profile.groups, block_bytes, strict=True))
     stored = precision in profile.as_stored
-    dequantized = _dequantized_block_bytes(profile, precision, ELEMENT_BYTES[dtype]) if quantized else ()
+    extra = _extra_block_seconds(profile, calls, precision, hardware) if quantized else ()
     in_files = block_bytes if stored else profile.block_bytes
     read = _read_seconds(component, precision, in_files, hardware, stored)
-    timed = hardware.device != "sim"  # its clock charges FLOPs and copies, but no memory bandwidth
     for backing_store in (backing_store for backing_store in BACKING_STORES if backing_store in backing_stores):
         if backing_store == "disk" and not (stored or (not quantized and component.source is not None)):
             continue  # no file whose tensors can be read block by block
@@ -94,34 +90,33 @@ def _in_backing_stores(
             host_bytes=2 * max(block_bytes) if backing_store == "disk" else weight_bytes,
             read_seconds=() if backing_store == "disk" else read,
             disk_seconds=read if backing_store == "disk" else (),
-            block_seconds=tuple(
-                dequantization_seconds(nbytes, hardware.memory_bytes_per_second) for nbytes in dequantized if timed
-            ),
-            slowdown=SLOWDOWNS.get(precision, 1.0) if timed else 1.0,
+            block_seconds=extra,
             scratch_bytes=_scratch_bytes(profile, calls, precision, dtype),
             transient_bytes=quantizing_bytes(profile.layers.values(), precision, ELEMENT_BYTES[dtype])
             if quantized and not stored
             else 0,
             read_bytes=() if component.source_in(precision) is None or in_files == block_bytes else in_files,
-            needs="" if precision == component.precision[0] else precision,
+            needs=component.permission(precision) or "",
         )
 
 
-def _dequantized_block_bytes(profile: ComponentProfile, precision: str, element_bytes: int) -> tuple[int, ...]:
-    """For each group, bytes of a block's weights after dequantization; 0 for int8, which multiplies without dequantizing."""
-    found = [0] * len(profile.groups)
-    if precision == "int8":
-        return tuple(found)
-    cast = {name: element_bytes * outputs * inputs for name, (outputs, inputs) in profile.layers.items()}
+def _extra_block_seconds(profile: ComponentProfile, calls: Sequence[Call], precision: str, hardware: Hardware) -> tuple[float, ...]:
+    """For each group, seconds that a block's products take more in ``precision``, in the call with the most FLOPs.
+
+    () on `sim`, whose clock charges FLOPs and copies, but no memory bandwidth."""
+    if hardware.kernels is None or not calls:
+        return ()
+    by_layer = extra_seconds(max(calls, key=lambda call: call.flops), profile.layers, precision, hardware)
     if precision == "gguf":
-        cast = {name: written for name, (_, written) in profile.widened.items()}
-    for number, group in enumerate(profile.groups):
-        for path in group.blocks:
-            inside = (nbytes for name, nbytes in cast.items() if path and name.startswith(f"{path}."))
-            found[number] = max(found[number], sum(inside))
-    remainder = sum(cast.values())
-    remainder -= sum(len(group.blocks) * nbytes for group, nbytes in zip(profile.groups, found, strict=True))
-    return tuple(max(0, remainder) if "" in group.blocks else nbytes for group, nbytes in zip(profile.groups, found, strict=True))
+        bandwidth = hardware.memory_bytes_per_second
+        by_layer = {name: dequantization_seconds(written, bandwidth) for name, (_, written) in profile.widened.items()}
+    groups = {path: number for number, group in enumerate(profile.groups) for path in group.blocks}
+    found = [0.0] * len(profile.groups)
+    for path, seconds in by_layer.items():
+        while path and path not in groups:
+            path = path.rpartition(".")[0]
+        found[groups.get(path, 0)] += seconds
+    return tuple(total / len(group.blocks) for total, group in zip(found, profile.groups, strict=True))
 
 
 def _scratch_bytes(profile: ComponentProfile, calls: Sequence[Call], precision: str, dtype: str) -> int:
@@ -149,14 +144,19 @@ def _read_seconds(
     return tuple(nbytes / bytes_per_second for nbytes in in_files)
 
 
-def _on_cpu(variant: Variant, hardware: Hardware) -> Variant:
+def _on_cpu(variant: Variant, calls: Sequence[Call], hardware: Hardware) -> Variant:
     """``variant`` computing on the CPU at the host's rate. Nothing is copied to the device, so its backing store is pageable."""
+    flops = sum(call.flops for call in calls)
+    on_device = sum(sum(work_seconds(call, hardware)) for call in calls)
+    if hardware.kernels is None:
+        on_device = flops / hardware.flops_per_second  # the simulated clock charges this factor on FLOPs, without launches
+    on_host = flops / hardware.cpu_flops_per_second
     return replace(
         variant,
         backing_store="pageable",
         device="cpu",
         load_seconds=tuple(0.0 for _ in variant.load_seconds),
         streamable=False,
-        slowdown=hardware.flops_per_second / hardware.cpu_flops_per_second,
+        slowdown=on_host / on_device if on_device else 1.0,
         needs=ON_CPU,
     )

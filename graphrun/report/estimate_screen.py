@@ -6,8 +6,8 @@ from typing import Any
 
 from graphrun.report.screen import Look
 from graphrun.report.table import Units, table
-from graphrun.report.verdicts import needs
-from graphrun.units import show_seconds, show_size
+from graphrun.report.verdicts import MODES, needs
+from graphrun.units import show_range, show_size
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -22,15 +22,18 @@ def estimate_screen(estimate: dict[str, Any], look: Look | None = None) -> str:
 
 
 def _head(estimate: dict[str, Any]) -> tuple[str, ...]:
-    hardware, total = estimate["hardware"], estimate["all_resident"]
+    hardware, mode = estimate["hardware"], estimate["mode"]
     settings = " ".join(f"{name}={value}" for name, value in estimate["settings"].items())
     outside = hardware["context_bytes"] + hardware["workspace_bytes"]
+    copied = mode["copied_in_bytes"], mode["copied_out_bytes"]
+    copies = f"; copies {show_size(copied[0])} to the device, {show_size(copied[1])} back" if any(copied) else ""
+    formats = "".join(f"  {name} in {of}" for name, of in mode["formats"].items())
     return (
-        f"estimate {estimate['graph']}  {settings}",
+        f"estimate {estimate['graph']}  {settings}{formats}",
         f"hardware {hardware['name']} ({hardware['basis']})  context and workspace {show_size(outside)}",
-        f"all resident: peak {show_size(total['peak_bytes'])} = {show_size(total['weights_bytes'])} weights"
-        f" + {show_size(total['peak_bytes'] - total['weights_bytes'] - outside)} activation + {show_size(outside)} context"
-        f"  compute {show_seconds(total['seconds'])}",
+        f"with {MODES[mode['name']]}: peak {show_size(mode['peak_bytes'])} with context and workspace, reserved;"
+        f" weights {show_size(mode['weights_bytes'])}{copies}",
+        f"predicted {show_range(mode['seconds'], mode['seconds_range'])}",
     )
 
 

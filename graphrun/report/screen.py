@@ -14,7 +14,7 @@ from graphrun.report.summary import broken_caps, directives, figures
 from graphrun.report.table import Units, table
 from graphrun.report.verdicts import done, fits
 from graphrun.trace import SlotTrace, Trace
-from graphrun.units import gib, show_seconds, show_size
+from graphrun.units import gib, show_range, show_seconds, show_size
 
 Held = Sequence[tuple[str, Blocks]]  # components with their blocks on the device, as `Plan.finds`
 
@@ -81,7 +81,8 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
             f"peak {show_size(simulation.peak_bytes)} at {peak.phase}  headroom"
             f" {show_size(problem.effective_bytes - simulation.peak_bytes)}  moves {show_size(simulation.moved_bytes)} in",
             _host(problem, simulation),
-            f"predicted {show_seconds(simulation.seconds)} = {show_seconds(simulation.compute_seconds)} compute"
+            f"predicted {show_range(simulation.seconds, hardware.seconds_range(simulation.seconds))}"
+            f" = {show_seconds(simulation.compute_seconds)} compute"
             f" + {show_seconds(exposed)} exposed transfer{session}  {proof(solution, simulation.total_seconds)}"
             f" (bound {show_seconds(solution.bound_seconds)}{solved})",
         )

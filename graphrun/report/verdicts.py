@@ -29,8 +29,9 @@ def fits(solution: Solution, made: str = "a run") -> str:
     time = f"{roughly(simulation.seconds)} {made}"
     if problem.runs > 1:
         time = f"{roughly(simulation.seconds)} for {made} at first, then {roughly(simulation.again_seconds)} each"
-    device = f"{problem.hardware.name} ({problem.hardware.basis})"
-    return f"fits: yes. {time} on {device}, {_used(problem, simulation.peak_bytes)}{_waits(simulation)}"
+    return (
+        f"fits: yes. {time} on {_device(problem, simulation.seconds)}, {_used(problem, simulation.peak_bytes)}{_waits(simulation)}"
+    )
 
 
 def done(solution: Solution, trace: Trace) -> str:
@@ -40,6 +41,15 @@ def done(solution: Solution, trace: Trace) -> str:
     clock = " of virtual time" if trace.device == "sim" else ""
     took = f"{roughly(trace.seconds)}{clock} (planned {planned})"
     return f"done: {took}, {_used(problem, trace.peak_bytes)} on {problem.hardware.name}, {kept}"
+
+
+def _device(problem: Problem, seconds: float) -> str:
+    """The device with the basis of its seconds, and the range of ``seconds`` where they are a prior's: ``(prior: 37 to 58 s)``."""
+    low, high = map(roughly, problem.hardware.seconds_range(seconds))
+    number, _, unit = low.rpartition(" ")
+    low = number if high.endswith(f" {unit}") and " " not in number else low
+    within = f": {low} to {high}" if low != high and problem.hardware.basis == "prior" else ""
+    return f"{problem.hardware.name} ({problem.hardware.basis}{within})"
 
 
 def _used(problem: Problem, peak_bytes: int) -> str:
@@ -66,10 +76,19 @@ def _waits(simulation: Simulation) -> str:
     return f"; {roughly(disk)} wait for disk" if disk >= waits / 2 else f"; {roughly(waits - disk)} wait for copies"
 
 
+MODES = {
+    "resident": "everything on the device",
+    "model": "model offloading",
+    "sequential": "sequential offloading",
+    "group": "group offloading by block",
+    "leaf": "group offloading by leaf",
+}
+
+
 def needs(estimate: Mapping[str, Any]) -> str:
-    """The first line of an estimate: what it takes with everything on the device, and what the device has."""
-    hardware, whole = estimate["hardware"], estimate["all_resident"]
+    """The first line of an estimate: what it takes as its mode places it, and what the device has."""
+    hardware, whole = estimate["hardware"], estimate["mode"]
     fit = "fits" if whole["peak_bytes"] <= hardware["capacity_bytes"] else "does not fit"
     device = f": {fit} on {hardware['name']} ({hardware['capacity_bytes'] / GIB:.0f} GiB)" if hardware["name"] != "sim" else ""
     size = f"{whole['peak_bytes'] / GIB:.1f} GiB" if whole["peak_bytes"] >= GIB else f"{whole['peak_bytes'] / MIB:.1f} MiB"
-    return f"needs {size} with everything on the device{device}; computes for {roughly(whole['seconds'])}"
+    return f"needs {size} with {MODES[whole['name']]}{device}; takes {roughly(whole['seconds'])}"

@@ -28,6 +28,7 @@ def graph() -> Graph:
 def test_defaults_fill_what_is_not_given(graph: Graph) -> None:
     assert graph.resolve({"prompt": "a cat"}) == {
         "prompt": "a cat",
+        "batch": 1,
         "height": 1024,
         "width": 1024,
         "steps": 28,

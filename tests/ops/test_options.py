@@ -57,6 +57,20 @@ def test_slicing_changes_nothing(sdxl: Any) -> None:
     assert np.array_equal(pixels(graph, modules, inputs, decode="slicing"), plain)
 
 
+def test_tiling_and_slicing_combine(sdxl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, modules, inputs, _ = sdxl
+    monkeypatch.setattr(run_options, "TILE_PIXELS", 64)
+    on: list[tuple[bool, bool]] = []
+    vae = modules["vae"]
+    hook = vae.decoder.register_forward_pre_hook(lambda module, args: on.append((vae.use_tiling, vae.use_slicing)))
+    try:
+        both = pixels(graph, modules, inputs, decode="tiling+slicing")
+    finally:
+        hook.remove()
+    assert set(on) == {(True, True)}
+    assert np.array_equal(both, pixels(graph, modules, inputs, decode="tiling"))
+
+
 def test_tiling_decodes_in_tiles_and_leaves_the_vae_as_it_was(sdxl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     graph, modules, inputs, plain = sdxl
     monkeypatch.setattr(run_options, "TILE_PIXELS", 64)

@@ -45,7 +45,14 @@ def test_the_compute_rate_weights_products_and_attention_as_flux_does(tmp_path: 
             return self.clock
 
         def copy(self, kind: str) -> None:
-            self.clock += {"h2d": 1.0, "d2h": 2.0, "pageable": 4.0, "both": 1.25, "small": 5.12 * 256 + 0.5 * 256}[kind]
+            self.clock += {
+                "h2d": 1.0,
+                "d2h": 2.0,
+                "pageable": 4.0,
+                "fresh pages": 8.0,
+                "both": 1.25,
+                "small": 5.12 * 256 + 0.5 * 256,
+            }[kind]
 
         def compute(self, kind: str) -> float:
             self.clock += {"matmul": 1.0, "attention": 2.0}[kind]
@@ -55,6 +62,7 @@ def test_the_compute_rate_weights_products_and_attention_as_flux_does(tmp_path: 
     measured, _ = measuring.calibrate("cpu", tmp_path, allowed_seconds=0.05)
     rates = measured.h2d_bytes_per_second, measured.d2h_bytes_per_second, measured.pageable_bytes_per_second, measured.bidirectional
     assert rates == pytest.approx((100.0, 50.0, 25.0, 0.8))
+    assert measured.d2h_pageable_bytes_per_second == pytest.approx(12.5)
     assert measured.copy_start_seconds == pytest.approx(0.5), "what 512 bytes take beyond their 5.12 s"
     assert measured.flops_per_second == pytest.approx(744 / (0.595 / 0.744 + 2 * 0.149 / 0.744))
 
@@ -101,7 +109,7 @@ def test_context_bytes_are_measured_after_every_kind_of_kernel_and_only_raised(
 
     def awake(kind: str) -> tuple[Hardware, Card]:
         loaded.add("driver")
-        return card("mine", context_bytes=assumed), Card()
+        return card("mine", context_bytes=assumed, kernels=None), Card()
 
     used = {"driver": 500_000_000, **loads}
     monkeypatch.setattr(measuring, "_open", awake)

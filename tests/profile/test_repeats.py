@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from graphrun.profile.recorder import FusedAttention, Recorder
+from graphrun.profile.recording import Kernel
 from graphrun.profile.repeats import Repeats
 
 
@@ -61,12 +62,11 @@ def record(net: Net, *, repeats: bool, kept: list[torch.Tensor] | None = None) -
 
 
 def contents(recorder: Recorder) -> Any:
-    flops: dict[str, float] = {}
-    for path, number in recorder.record.flops:
-        if number:  # entries without FLOPs only keep the order
-            flops[path] = flops.get(path, 0.0) + number
-    launches = sum(recorder.record.launches)
-    return replace(recorder.record, flops=[], launches=[]), recorder.record.peak_bytes, flops, launches
+    kernels: dict[str, list[Kernel]] = {}
+    for path, numbers in recorder.record.work:
+        if numbers:  # entries without kernels only keep the order
+            kernels.setdefault(path, []).extend(recorder.record.kernels[number] for number in numbers)
+    return replace(recorder.record, work=[], kernels=[]), recorder.record.peak_bytes, kernels
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ Update with ``make golden`` after looking at every difference.
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -101,5 +102,5 @@ def test_the_cast_in_the_readme_shows_the_screens_as_they_are() -> None:
     screen = (GOLDEN / "flux-dev-8g-80.txt").read_text().splitlines()
     assert {"".join(line.split()) for line in screen if line and not line.startswith("next")} <= lines  # next is folded
     assert any(line.startswith("done:") for line in lines)
-    assert any("step5/12" in line for line in lines)
+    assert any(re.search(r"step\d+/12,", line) for line in lines)
     assert "![graphrun plan and graphrun run on a terminal](docs/cast.svg)" in (ROOT / "README.md").read_text()

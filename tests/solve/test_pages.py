@@ -141,7 +141,7 @@ def test_a_byte_below_the_smallest_budget_nothing_is_found_and_at_it_a_plan(flux
     error = refused.value
     assert (error.binding, error.smallest_budget_bytes) == ("VRAM", least)
     assert any(("--vram", str(least)) in repair.change for repair in error.repairs)
-    assert f"smallest budget found: --vram {least}" in infeasible_screen(error)
+    assert f"smallest budget found: --vram 3.4G ({least} bytes)" in infeasible_screen(error)
     solution = solve(replace(flux, budget_bytes=least))
     assert solution.simulation.peak_bytes == solution.problem.effective_bytes
 
