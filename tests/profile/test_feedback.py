@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from campaign import sampled
 
 import graphrun
 from graphrun.files import Store
@@ -193,7 +194,7 @@ def test_the_estimate_shows_what_was_measured_beside_what_was_traced(ran: Any) -
     assert "measured" not in estimate_screen(without, Look(verbose=True))
 
 
-@pytest.mark.parametrize("name", ["flux-tiny", "sdxl-tiny"])
+@pytest.mark.parametrize("name", sampled(["flux-tiny", "sdxl-tiny"], ["flux-tiny"], "reference"))
 def test_a_real_run_s_measurements_make_plans_that_hold_at_other_budgets(
     dry: Any, make_problem: Any, tmp_path: Path, name: str
 ) -> None:
