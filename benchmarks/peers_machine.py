@@ -50,7 +50,7 @@ class Instrument(Protocol):
 
 
 class Sim:
-    """The simulated accelerator ``named`` (``sim``, ``sim:pages=FACTOR``) with ``cap_bytes``, and the rates that its plans assume."""
+    """The simulated accelerator ``named`` (``sim``, ``sim:pages=FACTOR``) with ``cap_bytes``, and the rates of its plans."""
 
     name = "sim"
 
