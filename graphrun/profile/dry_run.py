@@ -8,7 +8,7 @@ argument shapes, and returns zeros of the right shape. The 28 denoising steps of
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -139,13 +139,18 @@ class Prober:
         """Traces the call on ``device``: on meta, or on the CPU if ``component`` has its weights there."""
         module = self.meta_modules[component]
         units = block_paths(module, self.routed[component])
-        call, result = self._record(module, units, proceed, args, kwargs, device)
-        if picked := routed_lists(units, call.entered):
-            self.routed[component] |= picked
-            call, result = self._record(module, block_paths(module, self.routed[component]), proceed, args, kwargs, device)
-        if call.kept and _holds_tensors(module):  # are they reused by the next call, or replaced?
-            again, _ = self._record(module, block_paths(module, self.routed[component]), proceed, args, kwargs, device)
-            call = _with_state_before(call, again)
+        try:
+            call, result, kept = self._record(module, units, proceed, args, kwargs, device)
+            if picked := routed_lists(units, call.entered):
+                self.routed[component] |= picked
+                forget([module])
+                units = block_paths(module, self.routed[component])
+                call, result, kept = self._record(module, units, proceed, args, kwargs, device)
+            if call.kept and _holds_tensors(module):  # are they reused by the next call, or replaced?
+                again, *_ = self._record(module, units, proceed, args, kwargs, device, kept)
+                call = _with_state_before(call, again)
+        finally:
+            forget([module])
         input_bytes = sum(
             round_up(t.untyped_storage().nbytes(), ROUND_BYTES)
             for t in {id(t): t for t in tensors_in((args, kwargs))}.values()
@@ -154,8 +159,16 @@ class Prober:
         return replace(call, component=component, entry=entry, input_bytes=input_bytes), result
 
     def _record(
-        self, module: nn.Module, blocks: list[str], proceed: Callable[..., Any], args: Any, kwargs: Any, device: torch.device
-    ) -> tuple[Call, Returned]:
+        self,
+        module: nn.Module,
+        blocks: list[str],
+        proceed: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        device: torch.device,
+        before: Collection[torch.UntypedStorage] = (),
+    ) -> tuple[Call, Returned, list[torch.UntypedStorage]]:
+        """The call, what it returns, and what it leaves in the component, where an earlier call left ``before``."""
         on_meta = device == META
         self.interceptor.device = device
         recorder = Recorder(module, blocks, device)
@@ -163,21 +176,21 @@ class Prober:
             with _disable_current_modes():
                 arguments = computing_on(device, *walk((args, kwargs), _to_meta if on_meta else torch.Tensor.cpu))
                 given, holders = tensors_in(arguments), holders_in(arguments)
-                before = [list(map(id, found_in(holder, torch.Tensor))) for holder in holders]
-                recorder.ignore(given)
+                held = [list(map(id, found_in(holder, torch.Tensor))) for holder in holders]
+                recorder.ignore(given, before)
                 repeats = Repeats(module, recorder) if on_meta else nullcontext()
                 fused = FusedAttention(recorder) if on_meta else nullcontext()
                 with torch.no_grad(), following(dtype_on(sim.device.type)), repeats, fused, recorder:
                     out = proceed(*arguments[0], **arguments[1])
-                put = {n: content_of(holder) for n, holder in enumerate(holders) if list(map(id, tensors_in(holder))) != before[n]}
+                put = {n: content_of(holder) for n, holder in enumerate(holders) if list(map(id, tensors_in(holder))) != held[n]}
                 result = returned(out, given, put, recorder.weights, device)
                 del out, put, holders, arguments
                 recorder.end()
+                kept = recorder.live
         finally:
             self.interceptor.device = sim.device
             recorder.close()
-            forget([module])
-        return recorder.record, result
+        return recorder.record, result, kept
 
 
 def _holds_tensors(module: nn.Module) -> bool:

@@ -104,10 +104,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kept by the component."""
         self.record.kept = [key for key, _ in self._live.values()]
 
-    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Leaves out the storages of ``tensors``, the inputs or weights of the call: they exist before it. Their
+    @property
+    def live(self) -> list[torch.UntypedStorage]:
+        """The storages that the call allocated and that are there now."""
+        return [storage for _, reference in self._live.values() if (storage := reference()) is not None]
+
+    def ignore(self, tensors: Iterable[torch.Tensor], storages: Iterable[torch.UntypedStorage] = ()) -> None:
+        """Leaves out the storages of ``tensors``, the inputs or weights of the call, and ``storages``: they exist before it. Their
         release is not recorded either."""
-        self._existing |= {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+        every = (*(tensor.untyped_storage() for tensor in tensors), *storages)
+        self._existing |= {storage._cdata: storage for storage in every}
 
     def close(self) -> None:
         """Removes the hooks, and records the release of everything that is still live: outputs, and what the component keeps."""
