@@ -159,7 +159,7 @@ def _why(error: Exception, repository: str, revision: str | None) -> str:
     status = next(filter(None, (getattr(getattr(each, "response", None), "status_code", None) for each in chain)), None)
     said = next(filter(None, (" ".join(str(each).split()) for each in reversed(chain))), type(error).__name__)[:200].rstrip(".")
     if any(isinstance(each, OfflineModeIsEnabled) for each in chain):
-        return "HF_HUB_OFFLINE is set, and the hub's cache lacks it; unset HF_HUB_OFFLINE, or give the path of a folder"
+        return "HF_HUB_OFFLINE is set, and the hub's cache lacks it; unset it, or give a folder: none is here by this name"
     if isinstance(error, GatedRepoError) and status == 403:
         return f"it is gated, and the account in use has no access; ask for it on {page}, or take another account: {login}"
     if isinstance(error, GatedRepoError):
@@ -167,10 +167,10 @@ def _why(error: Exception, repository: str, revision: str | None) -> str:
     if isinstance(error, RevisionNotFoundError):
         return f"it has no revision {revision}; {page}/commits has its commits"
     if isinstance(error, RepositoryNotFoundError):
-        return f"there is no such repository, or it is private; check the name, or log in: {login}"
+        return f"there is no such repository, or it is private, and no such folder here; check the name, or log in: {login}"
     if status in (401, 403):
         tokens = f"{constants.ENDPOINT}/settings/tokens"
         return f"it refused the token in use ({status}); make one that may read it on {tokens}, then: {login}"
     if status is None and not isinstance(error, ValueError):
-        return f"{said}; the same command goes on with what is missing; without a network, give the path of a folder"
+        return f"{said}; the same command goes on with what is missing; without a network, give a folder"
     return said

@@ -66,7 +66,7 @@ def files(tmp_path: Path) -> list[Path]:
     return [path for path in (tmp_path / "hub").rglob("*") if path.is_file() and "models--" in str(path)]
 
 
-NONE = "there is no such repository, or it is private; check the name, or log in: hf auth login"
+NONE = "there is no such repository, or it is private, and no such folder here; check the name, or log in: hf auth login"
 GATED = "it is gated; accept its licence on {hub}/org/gated, then log in: hf auth login"
 CLOSED = "it is gated, and the account in use has no access; ask for it on {hub}/org/gated, or take another account: hf auth login"
 REFUSED = "it refused the token in use (403); make one that may read it on {hub}/settings/tokens, then: hf auth login"
@@ -119,8 +119,8 @@ def test_a_licence_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("offline", "message"),
     [
-        (True, "HF_HUB_OFFLINE is set, and the hub's cache lacks it; unset HF_HUB_OFFLINE, or give the path of a folder"),
-        (False, "without a network, give the path of a folder"),
+        (True, "HF_HUB_OFFLINE is set, and the hub's cache lacks it; unset it, or give a folder: none is here by this name"),
+        (False, "without a network, give a folder"),
     ],
 )
 def test_without_a_network(hub: Hub, monkeypatch: pytest.MonkeyPatch, offline: bool, message: str) -> None:
@@ -130,9 +130,7 @@ def test_without_a_network(hub: Hub, monkeypatch: pytest.MonkeyPatch, offline: b
         asked_for(from_hub("org/shapes"), None)
 
 
-def test_what_is_missing_is_downloaded_once_and_needs_no_network_then(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_is_downloaded_once(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large files come from another host, which is not told the token (the server asserts it)."""
     monkeypatch.setenv("HF_TOKEN", MEMBER)
     graph, lines = from_hub("org/shapes"), list[str]()
