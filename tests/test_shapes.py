@@ -164,7 +164,8 @@ def test_a_run_under_a_hard_cap_draws_what_was_asked_and_so_does_diffusers(part:
 
 
 @pytest.mark.sweep("shapes")
-def test_the_trained_pipeline_draws_prompts_with_one_object_that_training_has_not_seen(part: Any) -> None:
+@pytest.mark.parametrize(("prompts", "least"), [("one", {"all": 0.9}), ("two", {"colours": 0.9, "places": 0.8, "all": 0.9})])
+def test_the_trained_pipeline_draws_prompts_that_training_has_not_seen(part: Any, prompts: str, least: dict[str, float]) -> None:
     evaluate = part("evaluate")
-    right = evaluate.score(evaluate.load(ROOT / "graphs/shapes"), part("scenes").held_out()["one"])
-    assert right["all"] >= 0.9
+    right = evaluate.score(evaluate.load(ROOT / "graphs/shapes"), part("scenes").held_out()[prompts])
+    assert {name: share for name, share in least.items() if right[name] < share} == {}, right

@@ -1,7 +1,7 @@
 """Trains a small FLUX on drawn shapes, from nothing, on a CPU or a card.
 
     python training/train.py FOLDER                  # everything; the pipeline is FOLDER/pipeline
-    python training/train.py FOLDER --rounds 900     # goes on from the last checkpoint in FOLDER
+    python training/train.py FOLDER --rounds 300     # goes on from the last checkpoint in FOLDER
 
 Tokenizers come from the prompts, then the VAE is trained, then text encoders and transformer together on the VAE's latents. A round
 is a fixed number of steps on pictures drawn for it. What is drawn in a round depends on its number alone, so a run that was
@@ -242,7 +242,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument(
-        "--rounds", type=int, default=300, help=f"of {ROUND_STEPS} steps; the learning rate falls over the last fifth"
+        "--rounds", type=int, default=90, help=f"of {ROUND_STEPS} steps; the learning rate falls over the last fifth"
     )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

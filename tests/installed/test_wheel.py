@@ -113,6 +113,15 @@ def test_a_graph_is_planned_by_name_in_an_empty_folder_without_importing_torch(s
 
 
 @pytest.mark.sweep("installed")
+def test_the_trained_pipeline_draws_from_the_wheel(shell: Shell, tmp_path: Path) -> None:
+    drawn = shell(
+        'graphrun run shapes --prompt "a red circle left of a blue square on white" --device sim --vram 4M -o picture.png'
+    )
+    assert "the plan was kept" in drawn.stdout, drawn.stderr
+    assert (tmp_path / "empty" / "picture.png").is_file()
+
+
+@pytest.mark.sweep("installed")
 def test_readme_as_printed(shell: Shell, tmp_path: Path) -> None:
     """Two minutes: every command, one after the other in one folder."""
     (tmp_path / "make.py").write_text(PIPELINE)
