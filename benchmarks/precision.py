@@ -56,8 +56,11 @@ def in_precision(precision: str) -> Any:
         writer.write(layout, buffer)
         for entry in layout.entries:
             value = buffer[entry.offset : entry.offset + entry.nbytes].view(entry.tensor.dtype).view(entry.tensor.shape)
+            if isinstance(entry.tensor, nn.Parameter):
+                attributes, value = vars(entry.tensor), nn.Parameter(value, requires_grad=False)
+                vars(value).update(attributes)
             for location in entry.locations:
-                location.put(nn.Parameter(value, requires_grad=False) if isinstance(entry.tensor, nn.Parameter) else value)
+                location.put(value)
     return module
 
 
