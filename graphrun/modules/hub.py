@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,12 +66,10 @@ def snapshot(
 
     blobs = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "blobs"
     before = set(_names(blobs))
-    bar: Any = None if progress is None else {"tqdm_class": _bar(progress)}
+    bar: Any = {} if progress is None else {"tqdm_class": _bar(progress)}
     with _explained(what or repository, repository, revision, where):
         try:
-            root = snapshot_download(
-                repository, revision=revision, allow_patterns=list(allow), ignore_patterns=list(ignore), **(bar or {})
-            )
+            root = snapshot_download(repository, revision=revision, allow_patterns=list(allow), ignore_patterns=list(ignore), **bar)
         finally:
             _check([blobs / name for name in _names(blobs) if name not in before], what or repository, where, progress)
     return Path(root)
@@ -112,7 +110,7 @@ def _bar(progress: Progress) -> type[Any]:
     """A class with as much of tqdm's interface as `snapshot_download` uses. Of its three bars, the one of bytes written counts."""
 
     class Bar:
-        format_dict: Collection[str] = {}
+        format_dict: Mapping[str, float] = {}
 
         def __init__(self, *_: object, desc: str = "", total: int | None = 0, **__: object) -> None:
             self.n, self.total, self._counts = 0, total or 0, desc.startswith("Reconstructing")
