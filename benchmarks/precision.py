@@ -86,7 +86,7 @@ def variants(pipe: Any) -> dict[str, Callable[[list[Any]], list[np.ndarray]]]:
         **{name: quantized_pictures(name) for name in ("fp8", "int8", "nf4")},
         f"tiling ({TILE} pixels)": tiled,
         "split (one prompt a call)": lambda rows: [made for row in rows for made in pictures(pipe, [row], STEPS)],
-        **{f"{steps} steps": lambda rows, steps=steps: pictures(pipe, rows, steps) for steps in (8, 6, 4, 2, 1)},
+        **{f"{steps} step{'s' * (steps > 1)}": lambda rows, steps=steps: pictures(pipe, rows, steps) for steps in (8, 6, 4, 2, 1)},
     }
 
 
