@@ -142,7 +142,7 @@ def main() -> None:
     results = {"date": date.today().isoformat(), "versions": versions, "prompts": [200, 200], "steps": STEPS, "rows": rows}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     text = DOCS.read_text(encoding="utf-8")
-    begin, end = text.index("| | one object"), text.index(", on a CPU.") + len(", on a CPU.")
+    begin, end = text.index("|  | one object"), text.index(", on a CPU.") + len(", on a CPU.")
     DOCS.write_text(text[:begin] + table(results) + text[end:], encoding="utf-8")
 
 
