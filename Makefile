@@ -15,7 +15,8 @@ export TOKENIZERS_PARALLELISM := false
 run: $(STAMP)
 	@mkdir -p out
 	$(BIN)/graphrun plan flux-dev --vram 8G --ram 64G --hardware rtx4090 -o out/flux-dev.plan.json
-	$(BIN)/graphrun run flux-tiny --device sim --vram 6M --overwrite --output out/flux-tiny.png --plan out/flux-tiny.plan.json --trace out/flux-tiny.trace.json
+	$(BIN)/graphrun run shapes --device sim --vram 4M --overwrite \
+		--output out/shapes.png --plan out/shapes.plan.json --trace out/shapes.trace.json
 
 # Half a minute: graph files, the solver, the checker, screens.
 quick: $(STAMP)

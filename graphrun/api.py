@@ -42,15 +42,16 @@ if TYPE_CHECKING:
     from graphrun.trace import Trace
 
 
-def load(path: str | Path, *, trust: Iterable[str] = ()) -> Graph:
+def load(path: str | Path, *, trust: Iterable[str] = (), source: str | None = None) -> Graph:
     """The graph in the YAML file at ``path``, or graphrun's own of that name: ``"flux-dev"``. Raises GraphError with file and line.
 
     By default the file may name modules, schedulers, tokenizers, processors and pipelines of diffusers and transformers.
     ``trust``: packages of which it may name any class, and so run code. The file's own ``allow:`` only requests them.
+    ``source``: a folder, file or repository (``owner/name@revision``) in place of the graph's own ``source:``.
     """
     from graphrun.graph.loading import load as read
 
-    return read(path, trust)
+    return read(path, trust, source)
 
 
 def estimate(

@@ -13,6 +13,7 @@ import typer
 
 from graphrun import api
 from graphrun.cli.common import AsJson, GraphFile, app, cache_folder, checked_reuse, look, named, planned, say, show
+from graphrun.cli.downloads import downloaded
 from graphrun.cli.options import Asked, Outputs, Overwrite, Reuse, Verbose, shared
 from graphrun.cli.running import files_for, made_of, saved, stopping
 from graphrun.cli.terminal import coloured
@@ -81,7 +82,7 @@ def run(
     made = named(graph, asked, to_run=True)
     until = made.solution.problem.until if made.solution is not None else ""
     target = files_for(made.graph.until(until), output, asked.inputs, overwrite=overwrite)
-    made = planned(made, asked, what, to_run=True, random_weights=random_weights)
+    made = planned(made, asked, what, to_run=True, random_weights=random_weights, told=told)
     solution, shown = made.solution, replace(look(made, asked, verbose), then="")
     values = api.planned_inputs(solution.problem, made.graph, asked.inputs)
     if told is not None:
@@ -89,6 +90,7 @@ def run(
         verdict = "\n".join((shown.first(fits(solution, shown.made)), *precomputed))
         coloured(plan_screen(solution, made.solve_seconds, shown) if verbose else verdict)
         sys.stdout.flush()  # before the progress on stderr
+    downloaded(made.downloads, told)
     progress = Progress(solution.plan, solution.simulation, told)
     try:
         with progress, stopping(told) as stop:
