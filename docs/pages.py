@@ -97,9 +97,9 @@ def graph_file() -> str:
     defs = whole["$defs"]
     text = f"""# Graph file
 
-{MADE}A graph is a YAML file: what a run may be given (`inputs`), modules with weights (`components`), what has none (`parts`), and the
-`stages` whose references make the DAG. `graphrun schema` prints this page as a JSON Schema; an editor with a YAML language server
-completes and checks by it, as the first line of each file of graphrun's own says. Unknown keys are refused with file and line.
+{MADE}A graph is a YAML file: what a run may be given (`inputs`), modules with weights (`components`), what has none (`parts`), and
+the `stages` whose references make the DAG. `graphrun schema` prints this page as a JSON Schema; an editor with a YAML language
+server completes and checks by it, as the first line of each file of graphrun's own says. Unknown keys are refused with their line.
 [Write a graph](howto/write-a-graph.md) goes through one.
 
 ## graph
@@ -111,18 +111,23 @@ completes and checks by it, as the first line of each file of graphrun's own say
     for name in order:
         of = defs[name]
         text += f"## {title(name)}\n\n{markdown(of['description'])}\n\n{table('key | type | default | meaning', keys(of, defs))}\n"
-    return text + f"""## ops
+    return (
+        text
+        + f"""## ops
 
 Arguments with their kinds; those in bold are required. `call` and `block` take and return more: what the pipeline's class does.
 
 {table("op | arguments | outputs | options", ops())}
 An option is an alternative way to run a stage. `slicing` changes no output; the others need `--allow`.
 """
+    )
 
 
 def ops() -> Iterator[tuple[str, ...]]:
     for name, of in OPERATIONS.items():
-        arguments = [f"**{key}** {kind}" for key, kind in of.required.items()] + [f"{key} {kind}" for key, kind in of.optional.items()]
+        arguments = [f"**{key}** {kind}" for key, kind in of.required.items()] + [
+            f"{key} {kind}" for key, kind in of.optional.items()
+        ]
         yield f"`{name}`", ", ".join(arguments), ", ".join(of.outputs), ", ".join(of.options) or "-"
 
 
@@ -140,8 +145,9 @@ def plan_text() -> str:
     }
     return f"""# Plan text
 
-{MADE}A plan is a text: a JSON plan file has it, line by line, under `actions`. It says what is done and when, and no peak and no time:
-`graphrun check plan.json` computes these, and refuses a text that breaks a rule. [Read a plan](tutorial/read-a-plan.md) explains one.
+{MADE}A plan is a text: a JSON plan file has it, line by line, under `actions`. It says what is done and when, and no peak and no
+time: `graphrun check plan.json` computes these, and refuses a text that breaks a rule. [Read a plan](tutorial/read-a-plan.md)
+explains one.
 
 ```text
 plan 5f0c1de2a9b34c77                          the digest of the problem that it is for
@@ -164,8 +170,8 @@ BLOCKS   = "all" | "none" | GROUP "[" INDICES "]" {{ GROUP "[" INDICES "]" }}
 INDICES  = N | N "-" N, joined by ","
 ```
 
-One line each; `#` starts a comment; blank lines and indentation do not count. `again` comes before the slots of every run of a session
-after the first. A slot ends with a barrier: what comes after it waits for its copies.
+One line each; `#` starts a comment; blank lines and indentation do not count. `again` comes before the slots of every run of a
+session after the first. A slot ends with a barrier: what comes after it waits for its copies.
 
 ## Choices
 
@@ -182,8 +188,8 @@ def commands() -> str:
     whole = typer.main.get_command(cli.app)
     text = f"""# Commands
 
-{MADE}{markdown(whole.help or "")} [Errors and exit codes](errors.md). A GRAPH is a YAML file, the name of one of graphrun's own graphs,
-or a plan saved with `-o`.
+{MADE}{markdown(whole.help or "")} [Errors and exit codes](errors.md). A GRAPH is a YAML file, the name of one of graphrun's own
+graphs, or a plan saved with `-o`.
 
 {table("option before the command | meaning", options(whole))}
 """
@@ -223,14 +229,19 @@ def options(command: Any) -> Iterator[tuple[str, str]]:
 def errors_page() -> str:
     own = [each for _, each in inspect.getmembers(errors, inspect.isclass) if issubclass(each, errors.GraphrunError)]
     rows = (
-        (f"`{each.__name__}`", f"`{each.__mro__[1].__name__}`", str(each.exit_code), markdown((each.__doc__ or "").partition("\n\n")[0]))
+        (
+            f"`{each.__name__}`",
+            f"`{each.__mro__[1].__name__}`",
+            str(each.exit_code),
+            markdown((each.__doc__ or "").partition("\n\n")[0]),
+        )
         for each in sorted([*own, Infeasible, ProbeError], key=lambda each: (len(each.__mro__), each.__name__))
     )
     assert {each.exit_code for each in own} | {Infeasible.exit_code} <= set(EXIT_CODES)
     return f"""# Errors and exit codes
 
-{MADE}An error that graphrun raises on purpose is a `graphrun.GraphrunError`. Its message says what is wrong, where (`file:line`), and
-what to do, with the flag to type. The command line prints the message without a traceback; a traceback is a bug.
+{MADE}An error that graphrun raises on purpose is a `graphrun.GraphrunError`. Its message says what is wrong, where (`file:line`),
+and what to do, with the flag to type. The command line prints the message without a traceback; a traceback is a bug.
 
 {table("exit code | meaning", ((str(code), meaning) for code, meaning in EXIT_CODES.items()))}
 {table("class | is a | exit code | raised when", rows)}
@@ -253,7 +264,9 @@ def boxes(rows: list[list[str]], width: int, gap: int) -> dict[str, tuple[float,
     return found
 
 
-def drawn(places: Mapping[str, tuple[float, float, float]], edges: list[tuple[str, str]], width: int, height: int, label: str) -> str:
+def drawn(
+    places: Mapping[str, tuple[float, float, float]], edges: list[tuple[str, str]], width: int, height: int, label: str
+) -> str:
     """Boxes, and an arrow down from the first to the second of each edge."""
     head = element("path", d="M0 0L8 4L0 8Z", fill="#789")
     parts = [element("defs", element("marker", head, id="head", orient="auto", markerWidth=8, markerHeight=8, refX=7, refY=4))]
@@ -314,7 +327,8 @@ def planning() -> str:
     height = 40 + 72 * len(names)
     places = {name: (150.0, 16.0 + 72 * number, 240.0) for number, name in enumerate(names)}
     text = [
-        element("text", escape(said), x=166, y=places[upper][1] + 54, fill="#456", font_size=13) for (upper, _), said in STEPS.items()
+        element("text", escape(said), x=166, y=places[upper][1] + 54, fill="#456", font_size=13)
+        for (upper, _), said in STEPS.items()
     ]
     whole = drawn(places, list(STEPS), 560, height, "From a graph to a run")
     return whole.replace("</svg>", "\n".join([*text, "</svg>"]))
@@ -330,13 +344,18 @@ def timeline() -> str:
         f"{report.phase} {report.part}".strip(): (report.compute_seconds, of)
         for report, of in zip(simulation.slots, parts_of(solution), strict=True)
     }
-    whole = timeline_svg(simulation.events, _planned(simulation.slots), parts, applied.effective_bytes, colours, "FLUX.1-dev, 8 GiB")
+    whole = timeline_svg(
+        simulation.events, _planned(simulation.slots), parts, applied.effective_bytes, colours, "FLUX.1-dev, 8 GiB"
+    )
     style = "text{font:13px system-ui,sans-serif;fill:#222} .tick{fill:#666} .lane{fill:#f3f3f3} .waits{fill:url(#waits)} "
-    style += ".hatching{stroke:#999;fill:none} .activation{fill:#9db4cc} .values,.other{fill:#666} .ring{opacity:.5} .stream{opacity:.65} "
+    style += ".hatching{stroke:#999;fill:none} .activation{fill:#9db4cc} .values,.other{fill:#666} .ring{opacity:.5} "
+    style += ".stream{opacity:.65} "
     style += ".budget{stroke:#c0392b;stroke-width:1.5;stroke-dasharray:6 4;fill:none} "
     style += " ".join(f".c{number}{{fill:{colour}}}" for number, colour in enumerate(COLOURS))
     for number, name in enumerate(colours):
-        whole = whole.replace("</svg>", element("rect", x=90 + 170 * number, y=-16, width=10, height=10, class_=f"c{number}") + "</svg>")
+        whole = whole.replace(
+            "</svg>", element("rect", x=90 + 170 * number, y=-16, width=10, height=10, class_=f"c{number}") + "</svg>"
+        )
         whole = whole.replace("</svg>", element("text", name, x=106 + 170 * number, y=-6) + "</svg>")
     box = re.search(r'viewBox="0 0 (\d+) (\d+)"', whole)
     assert box

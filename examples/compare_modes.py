@@ -1,6 +1,6 @@
 """What diffusers' own ways of offloading would take, beside a plan: no weights and no GPU needed.
 
-    python examples/compare_modes.py
+python examples/compare_modes.py
 """
 
 from __future__ import annotations

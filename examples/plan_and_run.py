@@ -1,6 +1,6 @@
 """Plans a graph, looks at the plan, saves it, and runs it on the simulated accelerator.
 
-    python examples/plan_and_run.py
+python examples/plan_and_run.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Time against budget: plans one graph for ever less memory, until none fits, and says what would.
 
-    python examples/smallest_budget.py
+python examples/smallest_budget.py
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import graphrun
 
 graph = graphrun.load("flux-tiny")
-for mib in (12, 8, 6, 4, 3, 2, 1):
+for mib in (12, 8, 4, 3, 2, 1):
     problem = graphrun.estimate(graph, vram=f"{mib}M", ram="8G", hardware="sim")
     try:
         solution = graphrun.plan(problem)

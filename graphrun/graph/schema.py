@@ -122,7 +122,9 @@ class ComponentSpec(Spec):
     gguf: Text | None = Field(
         default=None, description="The GGUF file that precision gguf is read from: a path, or owner/name/file.gguf."
     )
-    dtype: Dtype = Field(description="Of the weights as the pipeline's code sees them; files in another dtype are converted when read.")
+    dtype: Dtype = Field(
+        description="Of the weights as the pipeline's code sees them; files in another dtype are converted when read."
+    )
     precision: list[Precision] | None = Field(
         default=None, min_length=1, description="The first is planned; the others are what --allow may choose from."
     )
@@ -150,12 +152,14 @@ class StageSpec(Spec):
         Name,
         Field(
             json_schema_extra={"enum": sorted(OPERATIONS)},
-            description="What runs: a part of the pipeline's call, the whole of it (call), or blocks of a modular pipeline (block).",
+            description="What runs: a part of the pipeline's call, the whole of it (call), or blocks of a modular one (block).",
         ),
     ]
     uses: list[Name] = Field(default_factory=list, description="The components that the op calls.")
     arguments: dict[Name, Argument] = Field(
-        alias="with", default_factory=dict, description="The op's arguments by name: literals, $input, $stage.output, or lists of these."
+        alias="with",
+        default_factory=dict,
+        description="The op's arguments by name: literals, $input, $stage.output, or lists of these.",
     )
     options: list[StageChoice] = Field(default_factory=list, description="Alternatives that a plan may choose.")
 
@@ -192,12 +196,16 @@ class GraphSpec(Spec):
         "whoever uses the file allows their code with --trust-package NAME.",
     )
     inputs: dict[Name, InputSpec] = Field(default_factory=dict, description="What a run may be given, by name.")
-    components: dict[Name, ComponentSpec] = Field(min_length=1, description="Modules with weights, by the pipeline's names for them.")
+    components: dict[Name, ComponentSpec] = Field(
+        min_length=1, description="Modules with weights, by the pipeline's names for them."
+    )
     parts: dict[Name, PartSpec] = Field(
         default_factory=dict, description="What has no weights (tokenizers, schedulers), by the pipeline's names."
     )
     stages: dict[Name, StageSpec] = Field(min_length=1, description="The steps of a run. Their references make the DAG.")
-    outputs: dict[Name, Text] = Field(min_length=1, description="What a run returns: names, each with a reference such as $decode.image.")
+    outputs: dict[Name, Text] = Field(
+        min_length=1, description="What a run returns: names, each with a reference such as $decode.image."
+    )
     directives: DirectivesSpec = Field(default_factory=DirectivesSpec, description="Placement demanded of every plan.")
 
 

@@ -19,14 +19,19 @@ PAGES = [
         ROOT / "benchmarks" / "README.md",
     )
 ]
-FENCE = re.compile(r'^(?P<note><!--[^>]*-->\n\n?)?^(?P<indent> *)```(?P<info>[^\n]*)\n(?P<text>.*?)^ *```$', re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^(?P<note><!--[^>]*-->\n\n?)?^(?P<indent> *)```(?P<info>[^\n]*)\n(?P<text>.*?)^ *```$", re.MULTILINE | re.DOTALL
+)
 NOTE = re.compile(r"<!-- (not run|fails): (.+) -->")
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code. ``file``: what it is saved as (``title="graph.yaml"``), or ``prints``: output of the last command. A comment on the line before the block says what is special:
-    ``<!-- not run: why -->``, or ``<!-- fails: message -->``, which the last command of the block has to print."""
+    """A block of code. ``file``: what it is saved as (``title="graph.yaml"``), or ``prints``: output of the last command.
+
+    A comment on the line before the block says what is special: ``<!-- not run: why -->``, or ``<!-- fails: message -->``, which
+    the last command of the block has to print.
+    """
 
     page: str
     line: int

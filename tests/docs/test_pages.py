@@ -1,8 +1,8 @@
 """Every command and every snippet of the pages runs; the pages that come from the code are as the code is.
 
-Commands run as printed, in an empty folder with ``graphs``, ``examples`` and ``benchmarks`` of the checkout. Python runs as printed too, but for
-two things that a machine without a card lacks: where no device is named it is the simulated accelerator, and FLUX.1-dev is the small
-one. ``SETUP`` has what a page takes for granted.
+Commands run as printed, in an empty folder with ``graphs``, ``examples`` and ``benchmarks`` of the checkout. Python runs as
+printed too, but for two things that a machine without a card lacks: where no device is named it is the simulated accelerator, and
+FLUX.1-dev is the small one. ``SETUP`` has what a page takes for granted.
 """
 
 from __future__ import annotations
@@ -71,7 +71,12 @@ def test_links_lead_to_files(page: str) -> None:
 def used(page: str) -> Iterator[tuple[str, list[str]]]:
     """Every command of graphrun and make on ``page``, with its words."""
     lines = [line for block in blocks(page) if block.language == "sh" for line in block.commands]
-    lines += [line for block in blocks(page) if block.language == "yaml" for line in re.findall(r"graphrun (?:plan|check|diff) .*", block.text)]
+    lines += [
+        line
+        for block in blocks(page)
+        if block.language == "yaml"
+        for line in re.findall(r"graphrun (?:plan|check|diff) .*", block.text)
+    ]
     for line in [*lines, *quoted(page)]:
         for words in parts(line.replace("'", "") if line.count("'") % 2 else line):
             name = Path(words[0]).name if words else ""
@@ -108,7 +113,9 @@ def test_every_block_is_of_a_known_kind(page: str) -> None:
     for block in blocks(page):
         assert block.language in LANGUAGES, f"{page}:{block.line}: {block.language}"
         if block.language == "text":
-            assert not re.search(r"^(graphrun|make|python|pip) ", block.text, re.MULTILINE) or page == "docs/cli.md", f"{page}:{block.line}"
+            assert not re.search(r"^(graphrun|make|python|pip) ", block.text, re.MULTILINE) or page == "docs/cli.md", (
+                f"{page}:{block.line}"
+            )
         if block.language == "yaml":
             data = yaml.safe_load(block.text)
             for key, value in data.items():

@@ -168,3 +168,9 @@ def test_schema_is_current() -> None:
     assert json.loads(schema_text())["$defs"]["StageSpec"]["properties"]["op"]["enum"] == sorted(OPERATIONS)
     for path in GRAPHS.glob("*.yaml"):
         assert path.read_text().startswith("# yaml-language-server: $schema=graphrun.schema.json\n")
+
+
+def test_every_key_of_the_schema_is_described() -> None:
+    whole = json.loads(schema_text())
+    for name, of in {"graph": whole, **whole["$defs"]}.items():
+        assert [key for key, value in of["properties"].items() if not value.get("description")] == [], name
