@@ -65,7 +65,9 @@ def type_of(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> str:
     if "enum" in schema or "const" in schema:
         return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(type_of(each, defs) for each in schema["anyOf"] if each.get("type") != "null"))
+        kinds = dict.fromkeys(type_of(each, defs) for each in schema["anyOf"] if each.get("type") != "null")
+        plain = [kind for kind in ("text", "bool", "int", "number") if kind in kinds]
+        return " or ".join((["value"] if len(plain) == 4 else plain) + [kind for kind in kinds if kind not in plain])
     match schema.get("type"):
         case "array":
             return f"list of {type_of(schema['items'], defs)}"
