@@ -1,8 +1,8 @@
 """Writes the pages and drawings of docs/ that come from the code: ``make docs``. tests/docs/test_pages.py compares them.
 
-graph-file.md from the schema of graph files, plan-text.md from the parser of plans, cli.md from the commands, errors.md from the
-classes of errors; img/architecture.svg from the imports and the layers in pyproject.toml, img/planning.svg, img/timeline.svg from a
-plan of FLUX.1-dev.
+graph-file.md and graphs/graphrun.schema.json from the schema of graph files, plan-text.md from the parser of plans, cli.md from the
+commands, errors.md from the classes of errors; img/architecture.svg from the imports and the layers in pyproject.toml,
+img/planning.svg from `STEPS` here, img/timeline.svg from a plan of FLUX.1-dev.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from graphrun import errors
 from graphrun.cli import main as cli
 from graphrun.diffusers_.dry_call import ProbeError
 from graphrun.graph.ops import OPERATIONS
-from graphrun.graph.schema import GraphSpec
+from graphrun.graph.schema import GraphSpec, schema_text
 from graphrun.model import plan
 from graphrun.report.chart import timeline_svg
 from graphrun.report.memory import parts_of
@@ -365,7 +365,13 @@ def timeline() -> str:
     return whole.replace(">", f"><style>{style}</style>", 1) + "\n"
 
 
-PAGES = {"graph-file.md": graph_file, "plan-text.md": plan_text, "cli.md": commands, "errors.md": errors_page}
+PAGES = {
+    "../graphs/graphrun.schema.json": schema_text,
+    "graph-file.md": graph_file,
+    "plan-text.md": plan_text,
+    "cli.md": commands,
+    "errors.md": errors_page,
+}
 DRAWINGS = {"img/architecture.svg": architecture, "img/planning.svg": planning, "img/timeline.svg": timeline}
 
 

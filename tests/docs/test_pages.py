@@ -27,7 +27,7 @@ from pydantic import TypeAdapter
 from graphrun.graph.schema import GraphSpec
 
 LANGUAGES = {"sh", "python", "yaml", "text", "json", "toml"}
-SAMPLE = ["docs/tutorial/first-picture.md"]
+SAMPLE = ["docs/howto/own-code.md"]
 STANDINS = {'"flux-dev"': '"flux-tiny"', 'hardware="rtx4090"': 'hardware="sim"'}
 TINY = "import sys; sys.path.insert(0, 'examples')\nimport graphrun\nfrom tiny_flux import tiny_flux\n"
 SETUP = {
