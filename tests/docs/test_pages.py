@@ -53,7 +53,7 @@ def pages() -> Any:
 def test_pages_and_drawings_are_those_of_the_code(pages: Any) -> None:
     """Update with ``make docs``."""
     for name, make in (pages.PAGES | pages.DRAWINGS).items():
-        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == make(), name
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == make(), f"docs/{name} is older than the code: make docs"
 
 
 def test_every_page_is_in_the_site() -> None:
