@@ -53,7 +53,7 @@ tables: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python docs/pages.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
-	$(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 golden: $(STAMP)
 	$(BIN)/python -m pytest tests/report --update-golden

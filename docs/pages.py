@@ -197,7 +197,8 @@ graphs, or a plan saved with `-o`.
 """
     for path, command in listed(whole, ()):
         arguments = " ".join(argument(each) for each in command.params if each.param_type_name == "argument")
-        text += f"## graphrun {' '.join(path)}\n\n```text\ngraphrun {' '.join(path)} [OPTIONS] {arguments}".rstrip() + "\n```\n\n"
+        usage = f"graphrun {' '.join(path)} [OPTIONS] {arguments}".rstrip()
+        text += f"## graphrun {' '.join(path)}\n\n`{usage}`\n\n"
         text += f"{markdown(command.help or '')}\n\n"
         if rows := list(options(command)):
             text += table("option | meaning", iter(rows)) + "\n"
