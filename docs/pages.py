@@ -283,7 +283,9 @@ def drawn(
         parts.append(element("rect", x=x - wide / 2, y=top, width=wide, height=30.0, rx=6, fill="#eef3f8", stroke="#345"))
         parts.append(element("text", escape(name), x=x, y=top + 20, text_anchor="middle", fill="#123", font_size=14))
     whole = element("rect", x=0, y=0, width=width, height=height, fill="#fff")
-    return picture([whole, *parts], f"0 0 {width} {height}", role="img", aria_label=label, font_family="system-ui, sans-serif")
+    return picture(
+        [whole, *parts], f"0 0 {width} {height}", width=width, role="img", aria_label=label, font_family="system-ui, sans-serif"
+    )
 
 
 def layers() -> list[list[str]]:
