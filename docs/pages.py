@@ -29,7 +29,7 @@ from graphrun.graph.schema import GraphSpec, schema_text
 from graphrun.model import plan
 from graphrun.report.chart import timeline_svg
 from graphrun.report.memory import parts_of
-from graphrun.report.page import _planned
+from graphrun.report.page import planned_slots
 from graphrun.report.plan_files import problem_from
 from graphrun.report.svg import element, picture
 from graphrun.solve.infeasible import Infeasible
@@ -350,7 +350,7 @@ def timeline() -> str:
         for report, of in zip(simulation.slots, parts_of(solution), strict=True)
     }
     whole = timeline_svg(
-        simulation.events, _planned(simulation.slots), parts, applied.effective_bytes, colours, "FLUX.1-dev, 8 GiB"
+        simulation.events, planned_slots(simulation.slots), parts, applied.effective_bytes, colours, "FLUX.1-dev, 8 GiB"
     )
     style = "text{font:13px system-ui,sans-serif;fill:#222} .tick{fill:#666} .lane{fill:#f3f3f3} .waits{fill:url(#waits)} "
     style += ".hatching{stroke:#999;fill:none} .activation{fill:#9db4cc} .values,.other{fill:#666} .ring{opacity:.5} "
