@@ -84,9 +84,13 @@ class InputSpec(Spec):
     type: Literal["str", "int", "float", "bool", "image", "mask", "video", "audio"] = Field(
         description="Of the value. An image, a mask, a video or audio is a file, or in Python an object."
     )
-    default: Scalar | None = Field(default=None, description="The value where a run gives none; left out: a run has to give one.")
+    default: Scalar | None = Field(
+        default=None, description="The value where a run gives none; left out: required, unless optional."
+    )
     optional: bool = Field(default=False, description="Whether it may be left out; the pipeline may do something else without it.")
-    multiple_of: Annotated[int, Field(gt=0)] | None = Field(default=None, description="Other numbers are refused.")
+    multiple_of: Annotated[int, Field(gt=0)] | None = Field(
+        default=None, description="Numbers that are no multiple of it are refused."
+    )
     minimum: float | None = Field(default=None, description="Smaller numbers are refused.")
     maximum: float | None = Field(default=None, description="Larger numbers are refused.")
     many: bool = Field(default=False, description="Whether a list of such values is accepted too.")
