@@ -37,7 +37,6 @@ ROUNDS = 3  # large programs: one
 DEEPER = (3, 4)  # ring depths to try where compute waits for a ring of two blocks
 TOLERANCE = 1.001  # simulated over predicted seconds above which a better plan is sought; least gain of splitting into layers
 MOST_SINGLE_K = 6  # values of K that are tried for the baseline single K, the largest that fit: smaller ones are hardly ever faster
-PROVEN_GAP = 1e-5
 
 
 def fastest(problem: Problem) -> Solution | None:
@@ -96,7 +95,7 @@ def _repeated_run(problem: Problem, known: Formulation) -> Solution | None:
     objective = problem.runs * once.objective_seconds
     least_further = (problem.runs - 1) * once.simulation.compute_seconds  # as if every copy of the further runs overlapped compute
     bound = min(once.bound_seconds + least_further, objective)
-    return checked_solution(problem, plan, False, bound, objective, 1 - bound / objective)
+    return checked_solution(problem, plan, bound, objective)
 
 
 def _solve_as_split(problem: Problem, known: Formulation | None = None, *, baselines: bool = True) -> Solution | None:
@@ -110,10 +109,8 @@ def _solve_as_split(problem: Problem, known: Formulation | None = None, *, basel
     if first is None:
         return None
     program, best = _refined(problem, found[first.number], first, baselines)
-    objective, least = program.seconds(best.choice), first.program.seconds(first.choice)
-    gap = max(0.0, least - first.bound) / least if least > 0 else 0.0
-    proven = every and first.proven and gap <= PROVEN_GAP
-    return Solution(problem, best.plan, best.simulation, proven, min(first.bound, objective), objective, gap)
+    objective = program.seconds(best.choice)
+    return Solution(problem, best.plan, best.simulation, min(first.bound, objective) if every else 0.0, objective)
 
 
 def _refined(problem: Problem, chosen: StageChoice, first: Answer, baselines: bool) -> tuple[Program, _Candidate]:
