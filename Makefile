@@ -10,7 +10,7 @@ QUICK  := tests/graph tests/solve tests/report/test_golden.py tests/report/test_
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: run quick test sweep fuzz lint golden cast tables wheel clean
+.PHONY: run quick test sweep fuzz lint golden cast tables docs wheel clean
 
 run: $(STAMP)
 	@mkdir -p out
@@ -49,6 +49,12 @@ wheel: $(STAMP)
 
 tables: $(STAMP)
 	$(BIN)/python benchmarks/graph_table.py
+
+# The site of docs/ in out/site, from pages that docs/pages.py writes from the code, and those that people write.
+docs: $(STAMP)
+	$(BIN)/python docs/pages.py
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 golden: $(STAMP)
 	$(BIN)/python -m pytest tests/report --update-golden

@@ -148,7 +148,7 @@ def _pipeline(name: Any, origin: str, trust: tuple[str, ...]) -> str:
     if not isinstance(name, str):
         raise InputError(
             f"{origin} names {name} as its pipeline, code that comes with it: such code is never run. Install it as a package, and "
-            "write the graph with pipeline: and allow: by hand (docs/pipelines.md)"
+            "write the graph with pipeline: and allow: by hand (docs/howto/import.md)"
         )
     for path in (f"{package}.{name}" for package in (*trust, "diffusers")):
         try:
@@ -157,7 +157,7 @@ def _pipeline(name: Any, origin: str, trust: tuple[str, ...]) -> str:
         except GraphError as error:
             last = error
     text = "; a pipeline that is not part of diffusers is never run from a checkpoint: install its package, and write the graph"
-    raise GraphError(f"{last}{text} with pipeline: and allow: by hand (docs/pipelines.md)") from last
+    raise GraphError(f"{last}{text} with pipeline: and allow: by hand (docs/howto/import.md)") from last
 
 
 def _is_pair(entry: Any) -> bool:
@@ -183,7 +183,7 @@ def _add(found: Found, name: str, folder: Path, at: str, entry: list[str], sourc
     if any(own.glob("*.py")):
         raise InputError(
             f"{where} brings code of its own ({next(own.glob('*.py')).name}): code that comes with a checkpoint is never run. "
-            "Install it as a package, and write the graph with class: and allow: by hand (docs/pipelines.md)"
+            "Install it as a package, and write the graph with class: and allow: by hand (docs/howto/import.md)"
         )
     path = class_in(entry[0], entry[1], found.kind, where, found.trust)
     file = next((own / file for file in CONFIGS if (own / file).is_file()), None)
