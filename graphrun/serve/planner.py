@@ -1,0 +1,84 @@
+"""The process that plans: it loads no weights, and a plan that takes long or fails delays no request that runs.
+
+Plans go to the cache folder, where the worker finds them.
+"""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from graphrun import api
+from graphrun.errors import GraphrunError
+from graphrun.serve.line import Cost
+from graphrun.serve.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedShape:
+    """What the server knows of a plan. ``kept_bytes``: of weights that stay on the device between runs."""
+
+    cost: Cost
+    peak_bytes: int
+    budget_bytes: int
+    host_bytes: int
+    verdict: str
+
+
+def plan_forever(connection: Connection, settings: Settings) -> None:
+    """Answers ``plan`` (key, graph, inputs) with ``planned`` (key, shape) or ``unfit`` (key, status, message, more)."""
+    graphs = {graph.name: graph for graph in (api.load(path, trust=settings.trust) for path in settings.graphs)}
+    while True:
+        _, asked = connection.recv()
+        try:
+            connection.send(("planned", {"key": asked["key"], "shape": _planned(graphs[asked["graph"]], asked, settings)}))
+        except GraphrunError as error:
+            connection.send(("unfit", {"key": asked["key"], **_refusal(graphs[asked["graph"]], asked, settings, error)}))
+        except Exception:  # noqa: BLE001 (one size that cannot be planned must not end the others)
+            traceback.print_exc()
+            failure = {"status": 500, "message": f"planning {asked['graph']} failed; the server's log has the reason", "more": {}}
+            connection.send(("unfit", {"key": asked["key"], **failure}))
+
+
+def _estimate(graph: Any, inputs: Any, settings: Settings, **changed: Any) -> Any:
+    arguments = {**settings.budgets, "runs": api.RUNS, "hardware": settings.hardware, "cache": settings.cache, **changed}
+    return api.estimate(graph, inputs=inputs, **arguments)
+
+
+def _planned(graph: Any, asked: dict[str, Any], settings: Settings) -> PlannedShape:
+    from graphrun.report.verdicts import fits, made_by
+
+    solution = api.plan(_estimate(graph, asked["inputs"], settings), cache=settings.cache)
+    problem, simulation = solution.problem, solution.simulation
+    cost = Cost(simulation.seconds, simulation.again_seconds if simulation.again else simulation.seconds)
+    overhead_bytes = problem.budget_bytes - problem.effective_bytes
+    verdict = fits(solution, made_by(graph.kinds(), dict(problem.settings)))
+    peak_bytes = overhead_bytes + simulation.peak_bytes
+    return PlannedShape(cost, peak_bytes, problem.budget_bytes, simulation.host_peak_bytes, verdict)
+
+
+def _refusal(graph: Any, asked: dict[str, Any], settings: Settings, error: GraphrunError) -> dict[str, Any]:
+    """Why there is no plan, and with which inputs there is one."""
+    from graphrun.report.whatif_screens import infeasible_json
+    from graphrun.solve.infeasible import Infeasible
+    from graphrun.solve.remedies import remedies
+
+    if not isinstance(error, Infeasible):
+        return {"status": 422, "message": str(error), "more": {}}
+
+    def estimate(inputs: Any, allow: tuple[str, ...]) -> Any:
+        return _estimate(graph, inputs, settings, allow=allow)
+
+    further = remedies(graph, asked["inputs"], tuple(settings.budgets.get("allow", ())), estimate)
+    error.repairs = tuple(sorted((*error.repairs, *further), key=lambda repair: (repair.changes_output, repair.seconds)))
+    for repair in error.repairs:
+        sizes = dict(pair[1].split("=") for pair in repair.change if pair[0] == "--set")
+        if {"height", "width"} <= sizes.keys():
+            try_size = f"; size={sizes['width']}x{sizes['height']} would fit"
+            break
+    else:
+        try_size = ""
+    verdict = str(error).partition(". Do one of: ")[0]
+    return {"status": 422, "message": f"{graph.name}: {verdict}{try_size}", "more": infeasible_json(error)}
