@@ -408,8 +408,8 @@ def _model(service: Service, graph: Graph) -> dict[str, Any]:
     }
     found["edits"] = bool(picture_inputs(graph))
     found["limits"] = {"n": bounds.pictures, "pixels": bounds.pixels, "steps": bounds.steps, "prompt": bounds.characters}
-    planned = service.shapes.get(service.default_shape(graph))
-    if planned is None or not planned.done():
+    planned = service.shapes[service.defaults[graph.name]]
+    if not planned.done():
         return {**found, "plan": None}
     if (error := planned.exception()) is not None:
         return {**found, "plan": {"fits": False, "verdict": str(error)}}

@@ -17,6 +17,7 @@ from typing import Any
 from graphrun.limits import raise_limits
 from graphrun.serve.settings import Settings
 
+STOP_SECONDS = 3.0
 Message = tuple[str, dict[str, Any]]
 Main = Callable[[Connection, Settings], None]
 
@@ -40,8 +41,10 @@ class Child:
             self._connection.send((kind, content))
 
     def stop(self) -> None:
-        """Ends the process at once."""
+        """Ends the process, after `STOP_SECONDS` whatever it does."""
         self._stopped = True
+        self.send("stop")
+        self.process.join(STOP_SECONDS)
         self.process.kill()
         self.process.join()
 

@@ -28,10 +28,10 @@ class PlannedShape:
 
 
 def plan_forever(connection: Connection, settings: Settings) -> None:
-    """Answers ``plan`` (key, graph, inputs) with ``planned`` (key, shape) or ``unfit`` (key, status, message, more)."""
+    """Until ``stop``: answers ``plan`` (key, graph, inputs) with ``planned`` (key, shape) or ``unfit`` (key, status, ...)."""
     graphs = {graph.name: graph for graph in (api.load(path, trust=settings.trust) for path in settings.graphs)}
-    while True:
-        _, asked = connection.recv()
+    while (message := connection.recv())[0] != "stop":
+        asked = message[1]
         try:
             connection.send(("planned", {"key": asked["key"], "shape": _planned(graphs[asked["graph"]], asked, settings)}))
         except GraphrunError as error:

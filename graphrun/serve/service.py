@@ -15,6 +15,7 @@ from typing import Any
 
 from graphrun import api
 from graphrun.graph.graph import Graph
+from graphrun.graph.settings import settings_of
 from graphrun.serve.asked import Asked, Shape
 from graphrun.serve.child import Child
 from graphrun.serve.errors import Refused
@@ -49,6 +50,7 @@ class Service:
     def __init__(self, settings: Settings) -> None:
         self.settings, self.metrics, self.line = settings, Metrics(), Line()
         self.graphs: dict[str, Graph] = {g.name: g for g in (api.load(path, trust=settings.trust) for path in settings.graphs)}
+        self.defaults: dict[str, Shape] = {g.name: (g.name, settings_of(g, g.for_planning({}))) for g in self.graphs.values()}
         self.shapes: OrderedDict[Shape, asyncio.Future[PlannedShape]] = OrderedDict()
         self.draining = False
         self.pace = 1.0  # wall seconds per predicted second: a prior may be wrong, and `sim` predicts virtual seconds
@@ -67,19 +69,12 @@ class Service:
         self._start_worker()
         self._start_planner()
         for graph in self.graphs.values():
-            self.shape(self.default_shape(graph), graph.for_planning({}))
-
-    def default_shape(self, graph: Graph) -> Shape:
-        """The shape of a request that names no sizes."""
-        from graphrun.graph.settings import settings_of
-
-        return graph.name, settings_of(graph, graph.for_planning({}))
+            self.shape(self.defaults[graph.name], graph.for_planning({}))
 
     @property
     def ready(self) -> bool:
         """Whether a request that is sent now would be run."""
-        defaults = (self.shapes.get(self.default_shape(graph)) for graph in self.graphs.values())
-        return self._ready and not self.draining and all(of is not None and of.done() for of in defaults)
+        return self._ready and not self.draining and all(self.shapes[key].done() for key in self.defaults.values())
 
     async def drain(self) -> None:
         """Refuses new requests, and waits for those that were admitted, up to ``drain_seconds``; then cancels them."""
@@ -126,7 +121,8 @@ class Service:
             assert self._planner is not None
             self._planner.send("plan", key=key, graph=key[0], inputs=sizes)
         self.shapes.move_to_end(key)
-        for old in [key for key, of in self.shapes.items() if of.done()][: max(0, len(self.shapes) - KEPT_SHAPES)]:
+        spare = [old for old, of in self.shapes.items() if of.done() and old not in self.defaults.values()]
+        for old in spare[: max(0, len(self.shapes) - KEPT_SHAPES)]:
             del self.shapes[old]
         return self.shapes[key]
 
@@ -147,8 +143,9 @@ class Service:
             future.set_exception(Refused(content["status"], content["message"], code, more=content["more"]))
 
     def _planner_died(self) -> None:
-        for key in [key for key, of in self.shapes.items() if not of.done()]:
-            future = self.shapes.pop(key)
+        for key, future in [(key, of) for key, of in self.shapes.items() if not of.done()]:
+            if key not in self.defaults.values():
+                del self.shapes[key]
             future.set_exception(Refused(503, "planning was interrupted", "interrupted", retry_seconds=self._plan_seconds))
         asyncio.get_running_loop().call_later(RESTART_SECONDS, self._start_planner)
 

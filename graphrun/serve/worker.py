@@ -28,21 +28,22 @@ class Cancelled(GraphrunError):
 
 
 def work_forever(connection: Connection, settings: Settings) -> None:
-    """Answers ``run`` (see `Worker.run`) with ``step`` and then ``done``, ``failed`` or ``cancelled``. ``cancel`` (id) may come in
-    between."""
+    """Until ``stop``: answers ``run`` (see `Worker.run`) with ``step`` and then ``done``, ``failed`` or ``cancelled``.
+
+    ``cancel`` (id) may come in between.
+    """
     worker = Worker(settings, lambda kind, **content: connection.send((kind, content)))
     connection.send(("ready", {}))
     with ThreadPoolExecutor(1) as runner:
-        while True:
-            try:
-                kind, content = connection.recv()
-            except EOFError:
-                worker.cancelled.add(None)  # whatever runs
-                raise
-            if kind == "run":
-                runner.submit(worker.run, **content)
-            else:
-                worker.cancelled.add(content["id"])
+        try:
+            while (message := connection.recv())[0] != "stop":
+                kind, content = message
+                if kind == "run":
+                    runner.submit(worker.run, **content)
+                else:
+                    worker.cancelled.add(content["id"])
+        finally:  # the server may have ended
+            worker.cancelled.add(None)
 
 
 class Worker:
