@@ -48,7 +48,7 @@ class Server:
 
     def until(self, holds: Callable[[], Any]) -> Any:
         """Waits until ``holds()`` is true, and returns it."""
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 900
         while not (found := _quietly(holds)):
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, self.log.read_text()
@@ -100,3 +100,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that the tests of a session share; none of them may harm it."""
     with serving(tmp_path_factory.mktemp("serve"), "--max-steps", "200") as started:
         yield started
+
+
+@pytest.fixture(name="serving")
+def serving_fixture() -> Any:
+    """`serving`, for tests that cannot import this file."""
+    return serving

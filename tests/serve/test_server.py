@@ -60,7 +60,7 @@ def test_an_answer_says_what_was_planned_and_measured(client: openai.OpenAI) -> 
     assert figures["peak_bytes"]["measured"] <= figures["peak_bytes"]["planned"] <= 6 * 2**20
 
 
-def test_the_asyncio_client_and_several_at_once(server: Any) -> None:
+def test_several_at_once_by_the_asyncio_client(server: Any) -> None:
     async def ask() -> list[Any]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=300) as client:
             asked = [client.images.generate(prompt=f"{n}", extra_body={"seed": n}) for n in range(3)]
