@@ -64,6 +64,8 @@ class Bounded:
                     message = await receive()
             except TimeoutError:
                 raise Refused(408, f"the body did not come within {self._bounds.body_seconds:.0f} s", "timeout") from None
+            if message["type"] == "http.disconnect":
+                raise Refused(499, "the client has left", "client_left")  # nobody reads it
             got += len(message.get("body", b""))
             ended = not message.get("more_body", False)
             if got > most or int(headers.get(b"content-length", b"0")) > most:
@@ -120,7 +122,11 @@ def create_app(service: Service) -> FastAPI:
             "state": job.state,
         }
         found |= {"stage": job.stage, "step": job.step, "steps": job.steps, "pictures": len(job.pictures)}
-        found |= {"of": len(job.asked.runs), "waits_seconds": service.predicted_wait(job), "predicted_seconds": job.seconds}
+        found |= {
+            "of": len(job.asked.runs),
+            "waits_seconds": service.predicted_wait(job),
+            "predicted_seconds": job.seconds * service.pace,
+        }
         if job.ended:
             found |= {"result": f"{base}v1/jobs/{job.id}/result"} if job.error is None else job.error.body
         return found
