@@ -28,6 +28,7 @@ class Metrics:
         self.plans = counter("plans", "Shapes of requests that were planned", "result")
         self.restarts = counter("worker_restarts", "Times that the worker process died and was started again")
         self.waiting = gauge("waiting_requests", "Requests in the queue")
+        self.running = gauge("running_requests", "Requests that the worker runs: 0 or 1")
         self.waiting_seconds = gauge("waiting_seconds", "Predicted seconds until the queue is empty")
         self.ready = gauge("ready", "1 where requests are admitted and run")
         self.peak_bytes = gauge("peak_bytes", "Device memory of the last run", "graph", "kind")

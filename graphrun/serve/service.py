@@ -237,6 +237,7 @@ class Service:
         folder = job.folder / str(number)
         folder.mkdir(parents=True, exist_ok=True)
         job.change(state="running", stage="", step=0, steps=0)
+        self.metrics.running.set(1)
         asked = job.asked
         self._worker.send(
             "run",
@@ -310,6 +311,7 @@ class Service:
         shutil.rmtree(job.folder, ignore_errors=True)
         status = 200 if job.error is None else job.error.status
         self.metrics.requests.labels(job.asked.graph, str(status)).inc()
+        self.metrics.running.set(self._running is not None)
         job.change(state=state)
         if self._running is None and not self.line.entries:
             self._idle.set()

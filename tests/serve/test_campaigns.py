@@ -96,7 +96,7 @@ def test_a_worker_that_is_killed_thirty_times_under_load_loses_nothing(serving: 
 @SERVE
 def test_sigterm_lets_what_was_admitted_end_and_then_cancels(serving: Any, tmp_path: Path) -> None:
     with serving(tmp_path, "--drain", "2s", "--max-steps", "1000") as server:
-        url = f"/v1/jobs/{server.client.post('/v1/jobs', json={'prompt': 'a', 'steps': 900}).json()['id']}"
+        url = f"/v1/jobs/{server.client.post('/v1/jobs', json={'prompt': 'a', 'steps': 300}).json()['id']}"
         server.until(lambda: server.client.get(url).json()["step"])
         children = psutil.Process(server.process.pid).children(recursive=True)
         server.process.terminate()
@@ -129,7 +129,7 @@ def test_a_long_queue_is_refused_with_the_seconds_until_it_is_shorter(serving: A
 
     with serving(tmp_path, "--queue", "1ms", "--max-steps", "1000") as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="a key for tests", max_retries=0, timeout=300)
-        job = server.client.post("/v1/jobs", json={"prompt": "a", "steps": 900}).json()
+        job = server.client.post("/v1/jobs", json={"prompt": "a", "steps": 300}).json()
         server.until(lambda: server.client.get(f"/v1/jobs/{job['id']}").json()["step"])
         with pytest.raises(openai.RateLimitError) as refused:
             client.images.generate(prompt="a")
