@@ -274,6 +274,8 @@ def from_pipeline(pipe: Any) -> LivePipeline:
 def attach(
     pipe: Any,
     *,
+    components: Mapping[str, Any] | None = None,
+    entries: Iterable[str] = (),
     vram: str | int | None = None,
     ram: str | int = "auto",
     pinned: str | int | None = None,
@@ -291,12 +293,14 @@ def attach(
     tell: Callable[[str], None] | None = None,
 ) -> Attachment:
     """Manages the placement of the weights of ``pipe``, a diffusers pipeline on the CPU; replaces ``pipe.to("cuda")`` and
-    ``enable_model_cpu_offload()``.
+    ``enable_model_cpu_offload()``. ``pipe`` may also be any object that holds modules and computes on its ``device``.
 
     Each call of the pipeline (and of its methods and components) is planned within the budgets from a dry run of that call, then
     executed by the plan. Results are those of a pipeline that is entirely on the device. ``attached.report()`` shows planned and
     measured numbers of the last call. ``attached.detach()``, or leaving it as a context manager, undoes it.
 
+    ``components``     of an object that is no pipeline of diffusers: all of its modules with weights, by names for the plan
+    ``entries``        the methods of such an object that are planned; its other methods run as they are
     ``between_calls``  ``warm``: a call is planned as one of many like it, and weights stay on the device as its plan says;
                        ``empty``: nothing stays. `Attachment.release` empties the device on demand, and so does an error
     ``budget``         in place of ``vram``, ``ram``, ``pinned`` and ``disk``: pipelines attached with one `Budget` share it. The
@@ -312,13 +316,15 @@ def attach(
     """
     from graphrun.diffusers_.attach import Attachment, hardware_of
     from graphrun.diffusers_.live import components_of
-    from graphrun.diffusers_.proxy import refuse_placed
+    from graphrun.diffusers_.proxy import refuse_placed, refuse_unnamed
     from graphrun.graph.graph import Directives
     from graphrun.profile.host_ram import ram_budget
     from graphrun.profile.problems import Limits
     from graphrun.runtime.devices.open import open_hardware
     from graphrun.store import CallStore
 
+    methods = tuple(entries)
+    refuse_unnamed(pipe, components, methods)
     refuse_placed(pipe)
     own = Budget(vram, ram, pinned, disk)
     if budget is not None and (own.vram, own.ram, own.pinned, own.disk) != (None, "auto", None, None):
@@ -329,11 +335,12 @@ def attach(
     chosen = hardware_of(device, hardware)
     opened = open_hardware(chosen) if device is None or isinstance(device, str) else device
     vram_bytes = _free_bytes(opened, chosen) if budget.vram is None else _vram_bytes(budget.vram, chosen)
-    ram_bytes = ram_budget(budget.ram, components_of(pipe).values())
+    ram_bytes = ram_budget(budget.ram, components_of(pipe, components).values())
     host = _size(budget.pinned, "pinned", ram_bytes), _size(budget.disk, "disk")
     demands = Directives(tuple(keep), tuple(exclude), _size(reserve, "reserve") or 0, tuple(pin))
     limits = Limits(vram_bytes, ram_bytes, *host, RUNS if between_calls == "warm" else 1, tuple(allow))
-    return Attachment(pipe, opened, chosen, limits, demands, budget, tell, CallStore(Store(cache)) if cache is not None else None)
+    store = CallStore(Store(cache)) if cache is not None else None
+    return Attachment(pipe, opened, chosen, limits, demands, budget, tell, store, components, methods)
 
 
 def run_many(

@@ -132,7 +132,7 @@ def _pairs(of: Mapping[str, Any]) -> str:
 def _cards(solution: Solution, simulation: Simulation, measured: Trace | None) -> str:
     problem = solution.problem
     cards = [
-        ("predicted", show_seconds(simulation.seconds), proof(solution, simulation.total_seconds)),
+        ("predicted", show_seconds(simulation.seconds), proof(solution)),
         ("peak", show_size(simulation.peak_bytes), f"of {show_size(problem.effective_bytes)} for tensors"),
         ("moved in", show_size(simulation.moved_bytes), f"{show_seconds(simulation.compute_seconds)} of compute"),
         ("host peak", show_size(simulation.host_peak_bytes), f"of {show_size(problem.ram_bytes)}"),

@@ -63,7 +63,6 @@ class Answer:
     program: Program
     choice: Choice
     bound: float
-    proven: bool
     large: bool = False
 
 
@@ -80,16 +79,16 @@ def choose(formulations: Sequence[Formulation], goals: Sequence[Goal] = GOALS) -
         found = _minimise_in_order(formulations, LAYER_GOALS if layered else goals)
         if found is None:
             return None
-        number, answer, bound, proven = found
+        number, answer, bound = found
         of = formulations[number]
         if layers := of.layer_columns:
             answer = of.model.rounded(answer, layers, _refine_goal(of)[0], ROUNDING_GAPS[of.model.size > MOST_LARGE]) or answer
         program, choice = of.choice(answer.values)
         excess = program.excess_bytes(choice)
         if not excess:
-            return Answer(number, program, choice, bound, proven, of.model.size > LARGE)
+            return Answer(number, program, choice, bound, of.model.size > LARGE)
         more = {tier: of.margins.get(tier, 0) + MARGIN_GROWTH**trial * nbytes for tier, nbytes in excess.items()}
-        formulations[number] = Formulation(of.program, of.factors, {**of.margins, **more}, depth=of.depth)
+        formulations[number] = Formulation(of.program, of.factors, {**of.margins, **more}, depth=of.depth, leaves=of.leaves)
     raise BrokenPlan("the solver found no plan where one exists, which is a bug; report it with the JSON form of the problem")
 
 
@@ -102,12 +101,12 @@ def can_reach(formulation: Formulation, seconds: float) -> bool:
     return model.minimise(of, enough, gap=1.0) is not None
 
 
-def _minimise_in_order(formulations: list[Formulation], goals: Sequence[Goal]) -> tuple[int, MilpResult, float, bool] | None:
+def _minimise_in_order(formulations: list[Formulation], goals: Sequence[Goal]) -> tuple[int, MilpResult, float] | None:
     """Minimises ``goals`` in order of priority; each result limits the search for the next. Returns the index of the formulation,
-    its result, the bound of the first goal and whether it was proven."""
+    its result and the bound of the first goal."""
     candidates: dict[int, MilpResult] = {}
     limits = list[tuple[Goal, float]]()
-    bound, proven = 0.0, False
+    bound = 0.0
     fixed: dict[int, float] | None = None
     for goal, most in zip(goals, LARGE_GAPS, strict=False):
         of = list(candidates) if limits else list(range(len(formulations)))
@@ -119,7 +118,7 @@ def _minimise_in_order(formulations: list[Formulation], goals: Sequence[Goal]) -
             break
         candidates = dict(results)
         if not limits:
-            bound, proven = least, all(found.proven for found in results.values())
+            bound = least
             if large or sum(formulations[n].model.size for n in candidates) > MOST_LARGE:
                 number = min(candidates)
                 of_variants = formulations[number].chosen_in(candidates[number].values)
@@ -129,7 +128,7 @@ def _minimise_in_order(formulations: list[Formulation], goals: Sequence[Goal]) -
             fixed = (fixed or {}) | formulations[number].compute_slot_columns(found.values)
         limits.append((goal, best))
     number = min(candidates, default=0)
-    return (number, candidates[number], bound, proven) if candidates else None
+    return (number, candidates[number], bound) if candidates else None
 
 
 def minimise_over(
@@ -170,7 +169,7 @@ def minimise_over(
         if answer is None:
             continue
         found[n] = answer
-        best = min(best, answer.value * unit)
+        best = min(best, max(0.0, answer.value * unit))  # 0 may come as -1e-15, which its own limit would exclude
         least = min(least, answer.bound * unit)
     most = best * (1 + 2 * SLACK)  # HiGHS may violate the cutoff row by its tolerance
     good = {n: answer for n, answer in sorted(found.items()) if answer.value * goals[n][1] <= most}
