@@ -18,12 +18,10 @@ from graphrun.serve.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class PlannedShape:
-    """What the server knows of a plan. ``kept_bytes``: of weights that stay on the device between runs."""
+    """What the server knows of a plan. ``peak_bytes``: as nvidia-smi would show it. ``verdict``: its first line on a screen."""
 
     cost: Cost
     peak_bytes: int
-    budget_bytes: int
-    host_bytes: int
     verdict: str
 
 
@@ -55,8 +53,7 @@ def _planned(graph: Any, asked: dict[str, Any], settings: Settings) -> PlannedSh
     cost = Cost(simulation.seconds, simulation.again_seconds if simulation.again else simulation.seconds)
     overhead_bytes = problem.budget_bytes - problem.effective_bytes
     verdict = fits(solution, made_by(graph.kinds(), dict(problem.settings)))
-    peak_bytes = overhead_bytes + simulation.peak_bytes
-    return PlannedShape(cost, peak_bytes, problem.budget_bytes, simulation.host_peak_bytes, verdict)
+    return PlannedShape(cost, overhead_bytes + simulation.peak_bytes, verdict)
 
 
 def _refusal(graph: Any, asked: dict[str, Any], settings: Settings, error: GraphrunError) -> dict[str, Any]:
@@ -73,12 +70,7 @@ def _refusal(graph: Any, asked: dict[str, Any], settings: Settings, error: Graph
 
     further = remedies(graph, asked["inputs"], tuple(settings.budgets.get("allow", ())), estimate)
     error.repairs = tuple(sorted((*error.repairs, *further), key=lambda repair: (repair.changes_output, repair.seconds)))
-    for repair in error.repairs:
-        sizes = dict(pair[1].split("=") for pair in repair.change if pair[0] == "--set")
-        if {"height", "width"} <= sizes.keys():
-            try_size = f"; size={sizes['width']}x{sizes['height']} would fit"
-            break
-    else:
-        try_size = ""
+    sizes = (dict(pair[1].split("=") for pair in repair.change if pair[0] == "--set") for repair in error.repairs)
+    fitting = next((f"; size={of['width']}x{of['height']} would fit" for of in sizes if {"height", "width"} <= of.keys()), "")
     verdict = str(error).partition(". Do one of: ")[0]
-    return {"status": 422, "message": f"{graph.name}: {verdict}{try_size}", "more": infeasible_json(error)}
+    return {"status": 422, "message": f"{graph.name}: {verdict}{fitting}", "more": infeasible_json(error)}

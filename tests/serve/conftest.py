@@ -52,7 +52,7 @@ class Server:
         while not (found := _quietly(holds)):
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.05)
+            time.sleep(0.2)
         return found
 
     def stop(self) -> int:
