@@ -119,20 +119,20 @@ def test_a_job_tells_its_steps_and_previews_and_ends_with_the_picture(server: An
 
 
 def test_a_cancelled_job_stops_at_a_step_and_the_next_one_runs(server: Any, client: openai.OpenAI) -> None:
-    job = job_of(server, steps=200)
+    job = job_of(server, steps=120)
     url = f"/v1/jobs/{job['id']}"
     assert server.client.get(f"{url}/result").status_code == 409
     server.until(lambda: server.client.get(url).json()["step"])
     server.client.delete(url)
     ended = server.until(lambda: (state := server.client.get(url).json())["state"] == "cancelled" and state)
-    assert 0 < ended["step"] < 200
+    assert 0 < ended["step"] < 120
     assert client.images.generate(prompt="a").data
 
 
 def test_a_client_that_leaves_cancels_its_request(server: Any) -> None:
     cancelled = 'graphrun_requests_total{graph="flux-tiny",status="409"}'
     before = [line for line in server.client.get("/metrics").text.splitlines() if line.startswith(cancelled)]
-    body = b'{"prompt": "a", "steps": 200}'
+    body = b'{"prompt": "a", "steps": 120}'
     head = f"Host: a\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     host = httpx.URL(server.url)
     with socket.create_connection((host.host, host.port)) as connection:
@@ -145,14 +145,14 @@ def test_a_client_that_leaves_cancels_its_request(server: Any) -> None:
 
 def test_a_worker_that_is_killed_is_replaced_and_its_request_goes_on(server: Any) -> None:
     """The picture is that of a request that nothing interrupted."""
-    job = job_of(server, steps=100, seed=5)
+    job = job_of(server, steps=120, seed=5)
     url = f"/v1/jobs/{job['id']}"
     server.until(lambda: server.client.get(url).json()["step"] > 2)
     server.worker.kill()
     server.until(lambda: server.client.get(url).json()["state"] == "done")
     assert server.metric("worker_restarts_total") == 1
     killed, whole = server.client.get(f"{url}/result").json(), None
-    whole = server.client.post("/v1/images/generations", json={"prompt": "a", "steps": 100, "seed": 5}).json()
+    whole = server.client.post("/v1/images/generations", json={"prompt": "a", "steps": 120, "seed": 5}).json()
     assert picture_of(killed).tobytes() == picture_of(whole).tobytes()
     resumed = {of["name"]: of["measured_seconds"] for of in killed["graphrun"]["stages"]}
     in_whole = {of["name"]: of["measured_seconds"] for of in whole["graphrun"]["stages"]}
