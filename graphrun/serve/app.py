@@ -278,6 +278,7 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/metrics", include_in_schema=False)
     async def metrics() -> Response:
+        service.metrics.ready.set(service.ready)
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     @app.get("/", include_in_schema=False)

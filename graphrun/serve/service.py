@@ -214,7 +214,6 @@ class Service:
         """Hands the next request to the worker, if it is free."""
         self.metrics.waiting.set(len(self.line.entries))
         self.metrics.waiting_seconds.set((self.line.end(self._clock + self._left_seconds()) - self._clock) * self.pace)
-        self.metrics.ready.set(self.ready)
         if self._running is not None or not self._ready or not self.line.entries:
             return
         first = self.line.entries[0]

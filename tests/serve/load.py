@@ -1,4 +1,4 @@
-"""A locust file: clients that ask for pictures of mixed shapes, one after another, until `REQUESTS` were answered.
+"""A locust file: clients that ask for pictures of mixed shapes, one after another, until `REQUESTS` were asked for.
 
     locust -f tests/serve/load.py --headless -u 32 -r 32 --host http://127.0.0.1:8000
 
@@ -16,10 +16,11 @@ import random
 from typing import Any
 
 from locust import HttpUser, task
+from locust.exception import StopUser
 from PIL import Image
 
 REQUESTS = int(os.environ["REQUESTS"])
-NUMBERS, ENDED = itertools.count(), itertools.count(1)
+NUMBERS = itertools.count()
 SHAPES: tuple[dict[str, Any], ...] = ({"size": "32x32"}, {"size": "32x32"}, {"size": "64x32"}, {"size": "32x32", "steps": 5})
 
 
@@ -32,9 +33,7 @@ class Client(HttpUser):
     def picture(self) -> None:
         number = next(NUMBERS)
         if number >= REQUESTS:
-            if next(ENDED) == self.environment.parsed_options.num_users:
-                self.environment.runner.quit()
-            self.stop()
+            raise StopUser
         asked = {"prompt": f"request {number}", "seed": number, **random.Random(number).choice(SHAPES)}
         found: dict[str, Any] = {"number": number, "asked": asked, "statuses": []}
         while True:

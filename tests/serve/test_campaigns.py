@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,19 @@ SERVE = pytest.mark.sweep("serve")
 CLIENTS = 32
 
 
-def asking(server: Any, folder: Path, requests: int) -> subprocess.Popen[bytes]:
-    """Starts locust's clients; their results are in ``folder/results``."""
+@contextlib.contextmanager
+def asking(server: Any, folder: Path, requests: int) -> Iterator[Callable[[], bool]]:
+    """Locust's clients; their results are in ``folder/results``. Yields whether requests are still to be answered."""
     own = {"KEY": "a key for tests", "REQUESTS": str(requests), "RESULTS": str(folder / "results")}
     options = ["--headless", "-u", str(CLIENTS), "-r", str(CLIENTS), "--host", server.url, "--only-summary"]
     command = [sys.executable, "-m", "locust", "-f", str(Path(__file__).with_name("load.py")), *options]
-    return subprocess.Popen(command, env={**os.environ, **own}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    (folder / "results").touch()
+    clients = subprocess.Popen(command, env={**os.environ, **own}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield lambda: clients.poll() is None and len((folder / "results").read_text().splitlines()) < requests
+    finally:
+        clients.kill()  # locust itself does not end when its users do
+        clients.wait()
 
 
 def results(folder: Path, requests: int) -> list[dict[str, Any]]:
@@ -52,13 +61,13 @@ def late(found: list[dict[str, Any]]) -> list[float]:
 @pytest.mark.parametrize("requests", [pytest.param(1000, marks=SERVE), pytest.param(2000, marks=SERVE)])
 def test_clients_get_what_they_asked_for_when_it_was_predicted(serving: Any, tmp_path: Path, requests: int) -> None:
     with serving(tmp_path, "--reuse", "none", "--queue", "10h") as server:
-        clients = asking(server, tmp_path, requests)
         taken = []  # bytes of the server's processes, from a fifth of the requests on
-        while clients.poll() is None:
-            if server.metric("pictures_total") > requests / 5:
-                processes = [psutil.Process(server.process.pid), server.worker]
-                taken.append(sum(process.memory_info().rss for process in processes))
-            time.sleep(1)
+        with asking(server, tmp_path, requests) as unanswered:
+            while unanswered():
+                if server.metric("pictures_total") > requests / 5:
+                    processes = [psutil.Process(server.process.pid), server.worker]
+                    taken.append(sum(process.memory_info().rss for process in processes))
+                time.sleep(1)
         found = results(tmp_path, requests)
         assert server.metric("worker_restarts_total") == 0
     errors = late(found)
@@ -75,17 +84,15 @@ def test_a_worker_that_is_killed_thirty_times_under_load_loses_nothing(serving: 
     """A request under which three workers died is answered with 503 and asked again by its client."""
     choose, kills = random.Random(1), 0
     with serving(tmp_path, "--reuse", "none", "--queue", "10h") as server:
-        clients = asking(server, tmp_path, requests=300)
-        while kills < 30 and clients.poll() is None:
-            made = server.metric("pictures_total")
-            server.until(
-                lambda made=made: server.client.get("/readyz").status_code == 200 and server.metric("pictures_total") > made
-            )
-            time.sleep(choose.uniform(0, 1))
-            server.worker.kill()
-            kills += 1
-            server.until(lambda kills=kills: server.metric("worker_restarts_total") == kills)
-        clients.wait()
+        with asking(server, tmp_path, requests=300) as unanswered:
+            while kills < 30 and unanswered():
+                made = server.metric("pictures_total")
+                server.until(lambda made=made: server.metric("ready") and server.metric("pictures_total") > made)
+                time.sleep(choose.uniform(0, 1))
+                server.worker.kill()
+                kills += 1
+                server.until(lambda kills=kills: server.metric("worker_restarts_total") == kills)
+            server.until(lambda: not unanswered())
         results(tmp_path, 300)
         assert kills == 30
         asked = {"prompt": "request 0", "seed": 0, "size": "32x32"}
