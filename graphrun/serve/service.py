@@ -209,6 +209,7 @@ class Service:
         if self._closed:
             return
         self._worker = Child(work_forever, self.settings, self._hear_worker, self._worker_died)
+        self.metrics.worker.set(self._worker.process.pid or 0)
 
     def _next(self) -> None:
         """Hands the next request to the worker, if it is free."""

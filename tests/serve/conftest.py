@@ -36,10 +36,8 @@ class Server:
 
     @property
     def worker(self) -> psutil.Process:
-        """The process that holds the weights; its name is not set, so it is known by being the oldest child that runs Python."""
-        children = psutil.Process(self.process.pid).children()
-        spawned = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
-        return min(spawned, key=lambda child: (child.create_time(), child.pid))
+        """The process that holds the weights."""
+        return psutil.Process(int(self.metric("worker_pid")))
 
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""
