@@ -143,6 +143,7 @@ def test_a_client_that_leaves_cancels_its_request(server: Any) -> None:
     assert after != before
 
 
+@pytest.mark.sweep("serve")
 def test_a_worker_that_is_killed_is_replaced_and_its_request_goes_on(server: Any) -> None:
     """The picture is that of a request that nothing interrupted."""
     job = job_of(server, steps=120, seed=5)
