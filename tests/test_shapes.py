@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image, ImageDraw
 
 import graphrun as package
@@ -105,7 +106,7 @@ def test_training_that_was_interrupted_goes_on_as_if_it_had_not_been(
         "ROUND_STEPS": 2,
         "BATCH": 4,
         "REPEATS": 2,
-        "RATE": 0.3,
+        "RATE": 0.02,
     }
     for name, value in sizes.items():
         monkeypatch.setattr(train, name, value)
@@ -118,7 +119,7 @@ def test_training_that_was_interrupted_goes_on_as_if_it_had_not_been(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(train, "note", noted)
-    losses = {}
+    losses, steps = {}, {}
     for name, interruptions in (("whole", 0), ("parts", 2)):
         command = [str(tmp_path / name), "--rounds", "2", "--threads", "1"]
         for _ in range(interruptions):
@@ -127,9 +128,12 @@ def test_training_that_was_interrupted_goes_on_as_if_it_had_not_been(
         train.main(command)
         rows = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
         losses[name] = [row.get("error", row.get("loss")) for row in rows]
+        optimizers = [torch.load(tmp_path / name / file)["optimizer"]["state"] for file in ("vae.pt", "flow.pt")]
+        steps[name] = [{float(of["step"]) for of in state.values()} for state in optimizers]
         assert len(list((tmp_path / name / "pipeline").rglob("*.safetensors"))) == 4
     assert len(losses["whole"]) == 4
     assert losses["parts"] == pytest.approx(losses["whole"], rel=3e-4)
+    assert steps["parts"] == steps["whole"], "the optimizers' state goes on, too"
 
 
 def test_the_trained_pipeline_is_small_and_its_classes_are_fluxs() -> None:
