@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from graphrun.limits import raise_limits
+from graphrun.serve.log import escape_log
 from graphrun.serve.settings import Settings
 
 STOP_SECONDS = 3.0
@@ -68,6 +69,7 @@ class Child:
 
 
 def _begin(main: Main, connection: Connection, settings: Settings) -> None:
+    escape_log()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     raise_limits(**settings.limits)

@@ -14,6 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from graphrun.errors import InputError
 from graphrun.serve.app import create_app
+from graphrun.serve.log import escape_log
 from graphrun.serve.service import Service
 from graphrun.serve.settings import Settings
 
@@ -22,6 +23,7 @@ CONNECTIONS = 512  # at once; more are answered with 503
 
 def serve(settings: Settings, host: str, port: int, say: Callable[[str], None]) -> None:
     """Serves until a signal. ``say`` gets a line when the port is open. Raises InputError where it cannot be opened."""
+    escape_log()
     asyncio.run(_serve(settings, host, port, say))
 
 
