@@ -253,6 +253,7 @@ class Service:
     def _hear_worker(self, kind: str, clock_seconds: float | None = None, **content: Any) -> None:
         if clock_seconds is not None:
             self._clock = self._past + clock_seconds
+            self.metrics.clock.set(self._clock)
         if kind == "ready":
             self._ready = True
             self._next()

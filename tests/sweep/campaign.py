@@ -1,5 +1,5 @@
 """Which tests run: the small ones, or those marked ``sweep``. ``--part`` and ``--minutes`` take some of these, ``--record`` notes
-how they ended.
+how they ended, with what they noted by pytest's ``record_property("figures", ...)``.
 
 ``pytest.mark.sweep("NAME")`` marks a long test of part NAME; without a name the part is called after the file (``test_NAME.py``).
 """
@@ -74,12 +74,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     found: dict[str, Counter[str]] = {}
     left: Counter[str] = Counter()
+    figures: dict[str, Any] = {}
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.stats.get(outcome, ()):
-            part = dict(getattr(report, "user_properties", ())).get("part")  # a file that fails to import has none
+            properties = dict(getattr(report, "user_properties", ()))
+            part = properties.get("part")  # a file that fails to import has none
             if part is None:
                 continue
             late = outcome == "skipped" and LEFT in str(report.longrepr)
+            if "figures" in properties:
+                figures[report.nodeid] = properties["figures"]
             found.setdefault(part, Counter())["left" if late else "failed" if outcome == "error" else outcome] += 1
             found[part]["seconds"] += round(report.duration)
             if late:
@@ -93,7 +97,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for name, count in sorted(left.items()):
         terminalreporter.line(f"  left: {count} of {name}")
     if record := config.getoption("--record"):
-        record.write_text(json.dumps({"about": about(), "parts": found}, indent=1, sort_keys=True) + "\n")
+        told = {"about": about(), "parts": found, **({"figures": figures} if figures else {})}
+        record.write_text(json.dumps(told, indent=1, sort_keys=True) + "\n")
 
 
 def about() -> dict[str, Any]:

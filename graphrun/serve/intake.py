@@ -1,0 +1,154 @@
+"""What comes in: bodies bounded in bytes and seconds before anything looks at them, keys, and requests made of bodies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import Request
+from starlette.datastructures import UploadFile
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from graphrun.errors import InputError
+from graphrun.graph import media
+from graphrun.graph.graph import Graph
+from graphrun.reading import parse_json
+from graphrun.serve.asked import Asked, asked_of, graph_of, picture_inputs
+from graphrun.serve.errors import Refused
+from graphrun.serve.keys import owner_of
+from graphrun.serve.settings import Bounds
+
+T = TypeVar("T")
+
+
+class Bounded:
+    """ASGI middleware that bounds the body of a request, in bytes and in seconds."""
+
+    def __init__(self, app: ASGIApp, bounds: Bounds) -> None:
+        self._app, self._bounds = app, bounds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        form = headers.get(b"content-type", b"").lower().startswith(b"multipart/form-data")
+        most, got, ended = self._bounds.upload_bytes if form else self._bounds.body_bytes, 0, False
+        deadline = asyncio.get_running_loop().time() + self._bounds.body_seconds
+
+        async def bounded() -> Message:
+            nonlocal got, ended
+            if ended:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise Refused(408, f"the body did not come within {self._bounds.body_seconds:.0f} s", "timeout") from None
+            if message["type"] == "http.disconnect":
+                raise Refused(499, "the client has left", "client_left")  # nobody reads it
+            got += len(message.get("body", b""))
+            ended = not message.get("more_body", False)
+            if got > most or int(headers.get(b"content-length", b"0")) > most:
+                raise Refused(413, f"the body has more than {most:,} bytes", "too_large")
+            return message
+
+        await self._app(scope, bounded, send)
+
+
+def owner_in(request: Request, keys: Mapping[str, str]) -> str:
+    """The name whose key the request has; with no keys, nobody's. Raises Refused (401)."""
+    if not keys:
+        return ""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    found = owner_of(key.strip(), keys) if scheme.lower() == "bearer" else None
+    if found is None:
+        text = "the API key is wrong" if key else "an API key is needed: Authorization: Bearer KEY"
+        raise Refused(401, text, "invalid_api_key")
+    return found
+
+
+async def generation_in(request: Request, graphs: Mapping[str, Graph], bounds: Bounds) -> Asked:
+    """The request in a JSON body. Raises Refused."""
+    body = await _json(request)
+    graph = graph_of(body, graphs)
+    needed = [name for name in picture_inputs(graph) if graph.inputs[name].required]
+    if needed:
+        raise Refused(422, f"{graph.name} takes a picture: send it to /v1/images/edits", "picture_needed", param=needed[0])
+    return asked_of(body, graph, bounds, {})
+
+
+async def edit_in(request: Request, graphs: Mapping[str, Graph], bounds: Bounds, folder: Path) -> Asked:
+    """The request in a form, with its files written to ``folder``. Raises Refused."""
+    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+        raise Refused(415, "send a form, with Content-Type: multipart/form-data", "not_a_form")
+    async with request.form(max_files=8, max_fields=64, max_part_size=bounds.body_bytes) as form:
+        body: dict[str, Any] = {}
+        uploads: dict[str, list[bytes]] = {}
+        for name, value in form.multi_items():
+            if isinstance(value, UploadFile):
+                uploads.setdefault(name.removesuffix("[]"), []).append(await value.read())
+            else:
+                body[name] = value
+    graph = graph_of(body, graphs)
+    names = picture_inputs(graph)
+    if not names:
+        takers = [other.name for other in graphs.values() if picture_inputs(other)]
+        message = f"{graph.name} takes no picture; models that do: {', '.join(takers) or 'none here'}"
+        raise Refused(404, message, "model_not_found", param="model")
+    places = {"image": names[0], **{of.name: of.name for of in graph.inputs.values() if of.type in ("image", "mask")}}
+    if "mask" in uploads and "mask" not in places:
+        places["mask"] = next((of.name for of in graph.inputs.values() if of.type == "mask"), "mask")
+    files: dict[str, Any] = {}
+    folder.mkdir(parents=True)
+    for name, contents in uploads.items():
+        target = graph.inputs.get(places.get(name, ""))
+        if target is None:
+            raise Refused(422, f"{graph.name} takes no file {name[:100]!r}", "unknown_parameter", param=name[:100])
+        if len(contents) > 1:
+            raise Refused(422, f"{name}: {len(contents)} files, and one is taken", "invalid_value", param=name)
+        path = folder / target.name
+        path.write_bytes(contents[0])
+        files[target.name] = await asyncio.to_thread(_picture, name, target.type, path)
+    return asked_of(body, graph, bounds, files)
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of ``work``, which is cancelled when the client leaves."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Refused(499, "the client has left", "client_left")  # nobody reads it
+        return task.result()
+    finally:
+        for each in (task, leaving):
+            each.cancel()
+
+
+async def _json(request: Request) -> dict[str, Any]:
+    """The JSON object in the body. Another content type is refused: a browser sends those to other sites without asking."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise Refused(415, "send JSON, with Content-Type: application/json", "not_json")
+    try:
+        body = parse_json(await request.body())
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is not JSON: {str(error)[:200]}", "not_json") from None
+    if not isinstance(body, dict):
+        raise Refused(400, "the body is not a JSON object", "not_json")
+    return body
+
+
+def _picture(name: str, kind: str, path: Path) -> Any:
+    """The picture in the file ``path``. Raises Refused (422) without the path."""
+    try:
+        return media.accept(kind, path)
+    except (InputError, ValueError) as error:
+        raise Refused(422, f"{name}: {str(error).replace(str(path), 'the file')}", "invalid_value", param=name) from None

@@ -1,0 +1,206 @@
+"""The addresses of the server, a router for each of its parts. Handlers check and translate; `Service` decides."""
+
+from __future__ import annotations
+
+import base64
+import json
+import secrets
+import shutil
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+
+from graphrun.serve.answers import Pictures, model_of, result, timing, told
+from graphrun.serve.asked import Asked, graph_of
+from graphrun.serve.errors import Refused
+from graphrun.serve.intake import edit_in, generation_in, owner_in, unless_gone
+from graphrun.serve.jobs import Job
+from graphrun.serve.page import ASSETS, POLICY, page
+from graphrun.serve.schema import EDIT, GENERATION
+from graphrun.serve.service import Service
+
+KEPT_JOBS = 100  # that have ended, with their pictures
+
+
+def images(service: Service, pictures: Pictures) -> APIRouter:
+    """``/v1/images``: requests that are answered with their pictures, and cancelled when their client leaves."""
+    router, settings = APIRouter(prefix="/v1/images"), service.settings
+
+    async def answered(request: Request, asked: Asked, folder: Path, by: str) -> Response:
+        job: Job | None = None
+
+        async def run() -> Job:
+            nonlocal job
+            job = await service.submit(asked, by, folder)
+            await job.end()
+            return job
+
+        try:
+            done = await unless_gone(request, run())
+        finally:
+            if job is not None:
+                service.cancel(job)
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+        return JSONResponse(result(done, pictures, str(request.base_url)), headers={"Server-Timing": timing(done)})
+
+    @router.post("/generations", openapi_extra=GENERATION)
+    async def generations(request: Request) -> Response:
+        """Pictures from a text."""
+        by = owner_in(request, settings.keys)
+        asked = await generation_in(request, service.graphs, settings.bounds)
+        return await answered(request, asked, _folder(service), by)
+
+    @router.post("/edits", openapi_extra=EDIT)
+    async def edits(request: Request) -> Response:
+        """Pictures from a text and a picture."""
+        by, folder = owner_in(request, settings.keys), _folder(service)
+        try:
+            asked = await edit_in(request, service.graphs, settings.bounds, folder)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return await answered(request, asked, folder, by)
+
+    @router.get("/files/{name}", include_in_schema=False)
+    async def file(name: str) -> Response:
+        if (kept := pictures.get(name)) is None:
+            raise Refused(404, "there is no such picture; pictures are kept for a while only", "not_found")
+        return Response(kept[0], media_type=kept[1], headers={"Cache-Control": "private, max-age=3600"})
+
+    return router
+
+
+def models(service: Service) -> APIRouter:
+    """``/v1/models``: the graphs."""
+    router, keys = APIRouter(prefix="/v1/models"), service.settings.keys
+
+    @router.get("")
+    async def models(request: Request) -> Any:
+        """The graphs, with their inputs, limits and predicted seconds."""
+        owner_in(request, keys)
+        return {"object": "list", "data": [model_of(graph, service) for graph in service.graphs.values()]}
+
+    @router.get("/{name}")
+    async def model(request: Request, name: str) -> Any:
+        """One graph."""
+        owner_in(request, keys)
+        return model_of(graph_of({"model": name}, service.graphs), service)
+
+    return router
+
+
+def jobs(service: Service, pictures: Pictures) -> APIRouter:
+    """``/v1/jobs``: requests that are answered at once, and looked after later. A key sees its own."""
+    router, settings = APIRouter(prefix="/v1/jobs"), service.settings
+    kept: OrderedDict[str, Job] = OrderedDict()
+
+    def found(request: Request, name: str) -> Job:
+        by = owner_in(request, settings.keys)
+        if name not in kept or kept[name].owner != by:
+            raise Refused(404, f"there is no job {name[:100]!r}", "not_found")
+        return kept[name]
+
+    def shown(job: Job, request: Request) -> dict[str, Any]:
+        return told(job, service, str(request.base_url))
+
+    @router.post("", status_code=202, openapi_extra=GENERATION)
+    async def submit(request: Request) -> Response:
+        """Submits a request, as for /v1/images/generations, and answers at once."""
+        by = owner_in(request, settings.keys)
+        asked = await generation_in(request, service.graphs, settings.bounds)
+        job = await service.submit(asked, by, _folder(service), preview=True)
+        kept[job.id] = job
+        for old in [name for name, of in kept.items() if of.ended][: max(0, len(kept) - KEPT_JOBS)]:
+            del kept[old]
+        return JSONResponse(shown(job, request), 202, headers={"Location": f"{request.base_url}v1/jobs/{job.id}"})
+
+    @router.get("/{name}")
+    async def state(request: Request, name: str) -> Any:
+        """The state of a job."""
+        return shown(found(request, name), request)
+
+    @router.delete("/{name}")
+    async def cancel(request: Request, name: str) -> Any:
+        """Cancels a job, at the end of its step where it runs."""
+        job = found(request, name)
+        service.cancel(job)
+        return shown(job, request)
+
+    @router.get("/{name}/result")
+    async def pictures_of(request: Request, name: str) -> Response:
+        """The pictures of a job that has ended."""
+        job = found(request, name)
+        if job.error is not None and job.ended:
+            raise job.error
+        if not job.ended:
+            raise Refused(409, f"the job is {job.state}", "not_ended", retry_seconds=max(1.0, service.predicted_wait(job)))
+        return JSONResponse(result(job, pictures, str(request.base_url)), headers={"Server-Timing": timing(job)})
+
+    @router.get("/{name}/events")
+    async def events(request: Request, name: str) -> Response:
+        """Server-sent events: ``state`` after each change, ``preview`` (a PNG, base64) and at last ``end``."""
+        job = found(request, name)
+
+        async def stream() -> AsyncIterator[str]:
+            seen = None
+            async for _ in job.changes():
+                if job.preview is not None and job.preview is not seen:
+                    seen = job.preview
+                    yield f"event: preview\ndata: {base64.b64encode(seen).decode()}\n\n"
+                kind = "end" if job.ended else "state"
+                yield f"event: {kind}\ndata: {json.dumps(shown(job, request))}\n\n"
+
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
+
+    return router
+
+
+def health(service: Service) -> APIRouter:
+    """Whether the server answers, whether it runs requests, and what it counted."""
+    router = APIRouter()
+
+    @router.get("/healthz")
+    async def health() -> Any:
+        """Whether the server answers."""
+        return {"status": "ok"}
+
+    @router.get("/readyz")
+    async def readiness() -> Response:
+        """Whether requests are run: 503 while the server starts or stops, and while the worker is started again."""
+        return JSONResponse({"ready": service.ready}, 200 if service.ready else 503)
+
+    @router.get("/metrics", include_in_schema=False)
+    async def metrics() -> Response:
+        service.metrics.ready.set(service.ready)
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    return router
+
+
+def pages(service: Service) -> APIRouter:
+    """The page for people."""
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/")
+    async def front() -> Response:
+        shown = page([model_of(graph, service) for graph in service.graphs.values()], service.settings)
+        return HTMLResponse(shown, headers=POLICY)
+
+    @router.get("/page/{name}")
+    async def asset(name: str) -> Response:
+        if name not in ASSETS:
+            raise Refused(404, "there is no such file", "not_found")
+        return Response(ASSETS[name][0], media_type=ASSETS[name][1])
+
+    return router
+
+
+def _folder(service: Service) -> Path:
+    """Of one request; not made yet."""
+    return service.settings.folder / secrets.token_hex(8)
