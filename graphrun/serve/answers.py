@@ -12,6 +12,7 @@ from graphrun.graph.graph import Graph
 from graphrun.serve.asked import picture_inputs
 from graphrun.serve.jobs import Job
 from graphrun.serve.service import Service
+from graphrun.serve.shares import WHOLE
 
 KEPT_PICTURES_BYTES = 2**28  # of pictures that were answered as URLs
 
@@ -88,7 +89,8 @@ def model_of(graph: Graph, service: Service) -> dict[str, Any]:
     }
     found["edits"] = bool(picture_inputs(graph))
     found["limits"] = {"n": bounds.pictures, "pixels": bounds.pixels, "steps": bounds.steps, "prompt": bounds.characters}
-    planned = service.shapes[service.defaults[graph.name]]
+    found["share"] = service.shares.get(graph.name, WHOLE)
+    planned = service.shapes[service.defaults[graph.name], WHOLE]
     if not planned.done():
         return {**found, "plan": None}
     if (error := planned.exception()) is not None:

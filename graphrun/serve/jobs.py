@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ class Job:
     planned: float = 0.0
     queued: float = 0.0
     attempts: int = 0
+    budgets: Mapping[str, int] = field(default_factory=dict)  # of its share; empty: all
     seconds: float = 0.0  # predicted, of the runs
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 

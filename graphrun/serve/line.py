@@ -8,7 +8,7 @@ to stand behind one of its shape, as long as nobody waits longer than was promis
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ class Cost:
 @dataclass(slots=True)
 class Entry:
     """A request for ``runs`` runs of ``shape``. ``group``: its weights replace those of other shapes of the group. ``start``: when
-    it was promised to begin, on the clock of the caller."""
+    it was promised to begin, on the clock of the caller. ``beside``: groups whose weights stay; those of all others leave."""
 
     item: Any
     group: Hashable
@@ -34,6 +34,7 @@ class Entry:
     cost: Cost
     runs: int
     start: float = 0.0
+    beside: Collection[Hashable] = ()
 
 
 class Line:
@@ -55,7 +56,7 @@ class Line:
         for entry in entries:
             yield begin
             begin += self.seconds(entry, warm)
-            warm[entry.group] = entry.shape
+            warm = _after(entry, warm)
         yield begin
 
     def end(self, begin: float) -> float:
@@ -83,9 +84,14 @@ class Line:
     def pop(self) -> Entry:
         """The next entry; what is warm after it is noted."""
         entry = self.entries.pop(0)
-        self.warm[entry.group] = entry.shape
+        self.warm = _after(entry, self.warm)
         return entry
 
     def remove(self, item: Any) -> None:
         """Takes out the entry of ``item``, if it waits."""
         self.entries = [entry for entry in self.entries if entry.item is not item]
+
+
+def _after(entry: Entry, warm: Mapping[Hashable, Hashable]) -> dict[Hashable, Hashable]:
+    """What is warm after ``entry``."""
+    return {**{group: shape for group, shape in warm.items() if group in entry.beside}, entry.group: entry.shape}

@@ -31,7 +31,12 @@ class Metrics:
         self.waiting = gauge("waiting_requests", "Requests in the queue")
         self.running = gauge("running_requests", "Requests that the worker runs: 0 or 1")
         self.waiting_seconds = gauge("waiting_seconds", "Predicted seconds until the queue is empty")
-        self.clock = gauge("clock_seconds", "Seconds of the device's clock since the start, of virtual time on the simulated device")
+        self.share = gauge(
+            "share", "Share of the budgets that a graph has; below 1 its weights stay beside those of others", "graph"
+        )
+        self.clock = gauge(
+            "clock_seconds", "Seconds of the device's clock since the start, of virtual time on the simulated device"
+        )
         self.ready = gauge("ready", "1 where requests are admitted and run")
         self.peak_bytes = gauge("peak_bytes", "Device memory of the last run", "graph", "kind")
         self.queue_seconds = histogram("queue_seconds", "Seconds of the device's clock in the queue", "kind")

@@ -6,27 +6,32 @@ Plans go to the cache folder, where the worker finds them.
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 from graphrun import api
 from graphrun.errors import GraphrunError
+from graphrun.model.problem import Problem
 from graphrun.serve.line import Cost
 from graphrun.serve.settings import Settings
+from graphrun.serve.shares import WHOLE
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedShape:
-    """What the server knows of a plan. ``peak_bytes``: as nvidia-smi would show it. ``verdict``: its first line on a screen."""
+    """What the server knows of a plan. ``peak_bytes``: as nvidia-smi would show it. ``verdict``: its first line on a screen.
+    ``budgets``: those of its share, arguments of `graphrun.estimate`; empty: all that there is."""
 
     cost: Cost
     peak_bytes: int
     verdict: str
+    budgets: Mapping[str, int]
 
 
 def plan_forever(connection: Connection, settings: Settings) -> None:
-    """Until ``stop``: answers ``plan`` (key, graph, inputs) with ``planned`` (key, shape) or ``unfit`` (key, status, ...)."""
+    """Until ``stop``: answers ``plan`` (key, graph, inputs, share) with ``planned`` (key, shape) or ``unfit`` (key, status ...)."""
     graphs = {graph.name: graph for graph in (api.load(path, trust=settings.trust) for path in settings.graphs)}
     while (message := connection.recv())[0] != "stop":
         asked = message[1]
@@ -48,12 +53,27 @@ def _estimate(graph: Any, inputs: Any, settings: Settings, **changed: Any) -> An
 def _planned(graph: Any, asked: dict[str, Any], settings: Settings) -> PlannedShape:
     from graphrun.report.verdicts import fits, made_by
 
-    solution = api.plan(_estimate(graph, asked["inputs"], settings), cache=settings.cache)
+    problem = _estimate(graph, asked["inputs"], settings)
+    budgets = {} if asked["share"] == WHOLE else share_of(problem, asked["share"])
+    if budgets:
+        problem = _estimate(graph, asked["inputs"], settings, **budgets)
+    solution = api.plan(problem, cache=settings.cache)
     problem, simulation = solution.problem, solution.simulation
     cost = Cost(simulation.seconds, simulation.again_seconds if simulation.again else simulation.seconds)
-    overhead_bytes = problem.budget_bytes - problem.effective_bytes
+    overhead_bytes = problem.overhead_bytes - problem.reserve_bytes
     verdict = fits(solution, made_by(graph.kinds(), dict(problem.settings)))
-    return PlannedShape(cost, overhead_bytes + simulation.peak_bytes, verdict)
+    return PlannedShape(cost, overhead_bytes + simulation.peak_bytes, verdict, budgets)
+
+
+def share_of(problem: Problem, share: float) -> dict[str, int]:
+    """``share`` of the budgets of ``problem``, as arguments of `graphrun.estimate`. The remainder of the VRAM is a reserve: other
+    graphs' weights are there, as those of other programs may be."""
+    others_bytes = problem.effective_bytes - int(share * problem.effective_bytes)
+    found = {"reserve": problem.reserve_bytes + others_bytes, "ram": int(share * problem.ram_bytes)}
+    for name, nbytes in {"pinned": problem.pinned_bytes, "disk": problem.disk_bytes}.items():
+        if nbytes is not None:
+            found[name] = int(share * nbytes)
+    return found
 
 
 def _refusal(graph: Any, asked: dict[str, Any], settings: Settings, error: GraphrunError) -> dict[str, Any]:
@@ -62,7 +82,7 @@ def _refusal(graph: Any, asked: dict[str, Any], settings: Settings, error: Graph
     from graphrun.solve.infeasible import Infeasible
     from graphrun.solve.remedies import remedies
 
-    if not isinstance(error, Infeasible):
+    if not isinstance(error, Infeasible) or asked["share"] != WHOLE:  # in a share nothing need fit: it is run with all
         return {"status": 422, "message": str(error), "more": {}}
 
     def estimate(inputs: Any, allow: tuple[str, ...]) -> Any:

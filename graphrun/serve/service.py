@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from graphrun.serve.line import Entry, Line
 from graphrun.serve.metrics import Metrics
 from graphrun.serve.planner import PlannedShape, plan_forever
 from graphrun.serve.settings import Settings
+from graphrun.serve.shares import RECENT, SHARES, WHOLE, Arrangement, best
 from graphrun.serve.worker import work_forever
 
 KEPT_SHAPES = 256  # plans that are remembered; those asked for longest ago are read from the cache folder again
@@ -32,7 +33,6 @@ PLAN_SECONDS = 5.0  # of planning a shape, before one was timed
 ATTEMPTS = 3  # workers that may die under one request; it may be what kills them
 RESTART_SECONDS = 1.0  # from the end of the planner process to another one
 PACE = 0.2  # weight of the last run in the mean of wall seconds per predicted second
-DEVICE = "device"  # the group of the line: shapes whose weights replace each other
 
 
 @dataclass
@@ -51,7 +51,9 @@ class Service:
         self.settings, self.metrics, self.line = settings, Metrics(), Line()
         self.graphs: dict[str, Graph] = {g.name: g for g in (api.load(path, trust=settings.trust) for path in settings.graphs)}
         self.defaults: dict[str, Shape] = {g.name: (g.name, settings_of(g, g.for_planning({}))) for g in self.graphs.values()}
-        self.shapes: OrderedDict[Shape, asyncio.Future[PlannedShape]] = OrderedDict()
+        self.shapes: OrderedDict[tuple[Shape, float], asyncio.Future[PlannedShape]] = OrderedDict()  # by share of the budgets
+        self.shares: Arrangement = {}
+        self._recent: deque[str] = deque(maxlen=RECENT)  # graphs of the runs of late
         self.draining = False
         self.pace = 1.0  # wall seconds per predicted second: a prior may be wrong, and `sim` predicts virtual seconds
         self._plan_seconds, self._clock, self._past = PLAN_SECONDS, 0.0, 0.0
@@ -74,7 +76,7 @@ class Service:
     @property
     def ready(self) -> bool:
         """Whether a request that is sent now would be run."""
-        return self._ready and not self.draining and all(self.shapes[key].done() for key in self.defaults.values())
+        return self._ready and not self.draining and all(self.shapes[key, WHOLE].done() for key in self.defaults.values())
 
     async def drain(self) -> None:
         """Refuses new requests, and waits for those that were admitted, up to ``drain_seconds``; then cancels them."""
@@ -108,8 +110,10 @@ class Service:
 
     # -- planning
 
-    def shape(self, key: Shape, inputs: Any) -> asyncio.Future[PlannedShape]:
-        """The plan of a shape, made once. ``inputs``: any of this shape. Raises Refused (429) where many wait to be planned."""
+    def shape(self, shape: Shape, inputs: Any, share: float = WHOLE) -> asyncio.Future[PlannedShape]:
+        """The plan of a shape within ``share`` of the budgets, made once. ``inputs``: any of this shape. Raises Refused (429) where
+        many wait to be planned."""
+        key = shape, share
         if key not in self.shapes:
             waiting = sum(not of.done() for of in self.shapes.values())
             if waiting >= PLANNING + len(self.graphs):
@@ -117,11 +121,11 @@ class Service:
                 raise Refused(429, text, "busy_planning", retry_seconds=waiting * self._plan_seconds)
             self.shapes[key] = asyncio.get_running_loop().create_future()
             self.shapes[key].add_done_callback(lambda future: future.exception())  # nobody may wait for it
-            sizes = {name: inputs[name] for name, _ in key[1]}
+            sizes = {name: inputs[name] for name, _ in shape[1]}
             assert self._planner is not None
-            self._planner.send("plan", key=key, graph=key[0], inputs=sizes)
+            self._planner.send("plan", key=key, graph=shape[0], inputs=sizes, share=share)
         self.shapes.move_to_end(key)
-        spare = [old for old, of in self.shapes.items() if of.done() and old not in self.defaults.values()]
+        spare = [old for old, of in self.shapes.items() if of.done() and old[0] not in self.defaults.values()]
         for old in spare[: max(0, len(self.shapes) - KEPT_SHAPES)]:
             del self.shapes[old]
         return self.shapes[key]
@@ -131,7 +135,7 @@ class Service:
             return
         self._planner = Child(plan_forever, self.settings, self._hear_planner, self._planner_died)
 
-    def _hear_planner(self, kind: str, key: Shape, **content: Any) -> None:
+    def _hear_planner(self, kind: str, key: tuple[Shape, float], **content: Any) -> None:
         future = self.shapes.get(key)
         self.metrics.plans.labels("planned" if kind == "planned" else "refused").inc()
         if future is None or future.done():
@@ -144,7 +148,7 @@ class Service:
 
     def _planner_died(self) -> None:
         for key, future in [(key, of) for key, of in self.shapes.items() if not of.done()]:
-            if key not in self.defaults.values():
+            if key[1] != WHOLE or key[0] not in self.defaults.values():
                 del self.shapes[key]
             future.set_exception(Refused(503, "planning was interrupted", "interrupted", retry_seconds=self._plan_seconds))
         asyncio.get_running_loop().call_later(RESTART_SECONDS, self._start_planner)
@@ -156,11 +160,22 @@ class Service:
         self._refuse_stopping()
         job = Job(asked, owner, folder, preview)
         planned = await asyncio.shield(self.shape(asked.shape, asked.runs[0]))
+        share = self.shares.get(asked.graph, WHOLE)
+        if share != WHOLE:
+            try:
+                planned = await asyncio.shield(self.shape(asked.shape, asked.runs[0], share))
+            except Refused as error:  # it fits all of the budgets
+                if error.status != 422:
+                    raise
+                share = WHOLE
         self._refuse_stopping()
         job.planned = time.monotonic() - job.submitted
         if job.planned > 0.05:  # it was not there
             self._plan_seconds += 0.2 * (job.planned - self._plan_seconds)
-        entry = Entry(job, DEVICE, asked.shape, planned.cost, len(asked.runs))
+        job.budgets = planned.budgets
+        together = self.shares.items() if self.shares.get(asked.graph) == share else ()
+        group = asked.graph, share
+        entry = Entry(job, group, asked.shape, planned.cost, len(asked.runs), beside=frozenset(together))
         begin = self._clock + self._left_seconds()
         _, start = self.line.place(entry, self._clock, begin)
         wait = (start - self._clock) * self.pace
@@ -172,6 +187,22 @@ class Service:
         self._idle.clear()
         self._next()
         return job
+
+    def _arrange(self, graph: str) -> None:
+        """Notes a run of ``graph``, and decides which graphs stay together from now on. What waits is run as it was planned."""
+        self._recent.append(graph)
+        used = sorted(set(self._recent))
+        keys = [(self.defaults[name], share) for name in used for share in (WHOLE, *SHARES)]
+        missing = [key for key in keys if key not in self.shapes]
+        if missing and len(used) > 1 and all(of.done() for of in self.shapes.values()):
+            shape, share = missing[0]  # one at a time: clients' shapes wait for one plan at most
+            self.shape(shape, self.graphs[shape[0]].for_planning({}), share)
+        plans = {key: self.shapes[key] for key in keys if key in self.shapes and self.shapes[key].done()}
+        costs = {(of[0], share): plan.result().cost for (of, share), plan in plans.items() if plan.exception() is None}
+        if all((name, WHOLE) in costs for name in used):
+            self.shares = best(self.shares, tuple(self._recent), costs)
+        for name in self.graphs:
+            self.metrics.share.labels(name).set(self.shares.get(name, WHOLE))
 
     def predicted_wait(self, job: Job) -> float:
         """Predicted wall seconds until ``job`` begins."""
@@ -247,7 +278,9 @@ class Service:
             folder=folder,
             suffix=asked.suffix,
             preview=job.preview_wanted,
-            alone=True,
+            budgets=job.budgets,
+            group=self._running.entry.group,
+            beside=self._running.entry.beside,
         )
 
     def _hear_worker(self, kind: str, clock_seconds: float | None = None, **content: Any) -> None:
@@ -294,6 +327,7 @@ class Service:
         self.metrics.pictures.labels(job.asked.graph).inc()
         job.pictures += [path.read_bytes() for path in content["files"]]
         job.measured.append(content)
+        self._arrange(job.asked.graph)
         if job.error is not None:
             self._finish("cancelled")
         elif len(job.measured) == len(job.asked.runs):

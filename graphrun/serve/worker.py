@@ -1,4 +1,4 @@
-"""The process that holds the weights and runs requests, one at a time. It has a session per graph.
+"""The process that holds the weights and runs requests, one at a time. It has a session per graph and share of the budgets.
 
 A request that is cancelled stops when the next call into a component begins. After each step the state of its loop is in a journal,
 from which another worker resumes it.
@@ -10,7 +10,7 @@ import io
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,6 +21,9 @@ from graphrun.errors import BrokenPlan, GraphrunError, OutOfMemory, TransferFail
 from graphrun.serve.settings import Settings
 
 PREVIEW_SECONDS = 0.5  # at least, from one preview to the next
+
+Group = tuple[str, float]
+"""Name of a graph, and its share of the budgets (`graphrun.serve.shares`)."""
 
 
 class Cancelled(GraphrunError):
@@ -52,7 +55,8 @@ class Worker:
     def __init__(self, settings: Settings, send: Callable[..., None]) -> None:
         self._settings, self._send = settings, send
         self._graphs = {graph.name: graph for graph in (api.load(path, trust=settings.trust) for path in settings.graphs)}
-        self._sessions: dict[str, Any] = {}
+        self._sessions: dict[Group, Any] = {}
+        self._held_bytes: dict[Group, int] = {}  # by each session on the device, between its runs
         self._began = time.monotonic()
         self.cancelled: set[str | None] = set()
         from graphrun.runtime.devices.open import open_hardware
@@ -65,10 +69,10 @@ class Worker:
         machine = getattr(self._device, "machine", None)
         return float(machine.seconds()) if machine is not None else time.monotonic() - self._began
 
-    def run(self, id: str, graph: str, inputs: Mapping[str, Any], folder: Path, suffix: str, preview: bool, alone: bool) -> None:
-        """Runs a request and sends how it ended. ``alone``: sessions of other graphs give up their memory first."""
+    def run(self, id: str, group: Group, **asked: Any) -> None:
+        """Runs a request (arguments of `_made`) in the session of ``group``, and sends how it ended."""
         try:
-            made = self._made(id, graph, inputs, folder, suffix, preview, alone)
+            made = self._made(id, group, **asked)
             self._send("done", id=id, clock_seconds=self.clock_seconds, **made)
         except Cancelled:
             self._send("cancelled", id=id, clock_seconds=self.clock_seconds)
@@ -82,6 +86,7 @@ class Worker:
             traceback.print_exc()
             self._fail(id, 500, error)
         finally:
+            self._held_bytes[group] = self._device.allocated_bytes - self._others_bytes(group)
             self.cancelled.discard(id)
 
     def _fail(self, id: str, status: int, error: BaseException) -> None:
@@ -90,11 +95,22 @@ class Worker:
         self._send("failed", id=id, status=status, message=shown, clock_seconds=self.clock_seconds)
 
     def _made(
-        self, id: str, graph: str, inputs: Mapping[str, Any], folder: Path, suffix: str, preview: bool, alone: bool
+        self,
+        id: str,
+        group: Group,
+        graph: str,
+        inputs: Mapping[str, Any],
+        folder: Path,
+        suffix: str,
+        preview: bool,
+        budgets: Mapping[str, int],
+        beside: Collection[Group],
     ) -> dict[str, Any]:
+        """Runs ``graph`` within ``budgets``. Sessions of groups other than ``beside`` give up their memory first."""
         from graphrun.report.outputs import made_of, save_outputs
 
-        session = self._session(graph, inputs, alone)
+        self._release(group, beside)
+        session = self._session(group, inputs, budgets)
         before = session.current
         journal = Keeper(folder, inputs, lambda **content: self._step(id, content), preview)
         trace = session.run(inputs, progress=lambda *_: self._refuse_cancelled(id), journal=journal)
@@ -102,20 +118,26 @@ class Worker:
         about = made_of(graph, inputs, solution.problem.digest, self._settings.version)
         pictures = {name: value for name, value in trace.outputs.items() if self._graphs[graph].kinds()[name] == "image"}
         files = save_outputs(pictures, folder / f"picture{suffix}", made_of=about)
-        return {"files": files, **_measured(trace, solution, solution is before)}
+        return {"files": files, **_measured(trace, solution, solution is before, self._others_bytes(group))}
 
-    def _session(self, graph: str, inputs: Mapping[str, Any], alone: bool) -> Any:
+    def _others_bytes(self, group: Group) -> int:
+        return sum(nbytes for other, nbytes in self._held_bytes.items() if other != group)
+
+    def _release(self, group: Group, beside: Collection[Group]) -> None:
+        for other, session in self._sessions.items():
+            if other != group and other not in beside:
+                session.release()
+                self._held_bytes.pop(other, None)
+
+    def _session(self, group: Group, inputs: Mapping[str, Any], budgets: Mapping[str, int]) -> Any:
         from graphrun.session import Session
 
-        for name, session in self._sessions.items():
-            if alone and name != graph:
-                session.release()
-        if graph not in self._sessions:
+        if group not in self._sessions:
             settings = self._settings
-            arguments: dict[str, Any] = {**settings.budgets, "hardware": settings.hardware, "device": self._device}
+            arguments: dict[str, Any] = {**settings.budgets, **budgets, "hardware": settings.hardware, "device": self._device}
             arguments |= {"cache": settings.cache, "reuse": settings.reuse}
-            self._sessions[graph] = Session(self._graphs[graph], inputs=inputs, **arguments)
-        return self._sessions[graph]
+            self._sessions[group] = Session(self._graphs[group[0]], inputs=inputs, **arguments)
+        return self._sessions[group]
 
     def _step(self, id: str, content: dict[str, Any]) -> None:
         self._send("step", id=id, clock_seconds=self.clock_seconds, **content)
@@ -155,8 +177,9 @@ class Keeper:
             self._tell(stage=stage, done=state.done, steps=state.steps, preview=file.getvalue())
 
 
-def _measured(trace: Any, solution: Any, again: bool) -> dict[str, Any]:
-    """What the run took, in all and by stage, beside what was planned; seconds of the device's clock."""
+def _measured(trace: Any, solution: Any, again: bool, others_bytes: int) -> dict[str, Any]:
+    """What the run took, in all and by stage, beside what was planned; seconds of the device's clock. Peaks are of the device, with
+    ``others_bytes`` of other sessions."""
     simulation, stage_of = solution.simulation, {phase.name: phase.stage for phase in solution.chosen.phases}
     planned = simulation.again if again and simulation.again else simulation.slots
     seconds: dict[str, list[float]] = {}
@@ -165,11 +188,11 @@ def _measured(trace: Any, solution: Any, again: bool) -> dict[str, Any]:
             if (stage := stage_of.get(slot.phase)) is not None:
                 took = slot.seconds if column == 0 else slot.end_seconds - slot.start_seconds
                 seconds.setdefault(stage, [0.0, 0.0])[column] += took
-    overhead_bytes = solution.problem.budget_bytes - solution.problem.effective_bytes
+    overhead_bytes = solution.problem.overhead_bytes - solution.problem.reserve_bytes
     return {
         "stages": {stage: tuple(pair) for stage, pair in seconds.items()},
         "seconds": (sum(slot.seconds for slot in planned), trace.seconds),
-        "peak_bytes": (overhead_bytes + simulation.peak_bytes, overhead_bytes + trace.peak_bytes),
+        "peak_bytes": (overhead_bytes + others_bytes + simulation.peak_bytes, overhead_bytes + trace.peak_bytes),
         "plan": solution.plan.digest,
         "notes": trace.notes,
     }

@@ -197,3 +197,29 @@ def test_pictures_are_edited_and_two_graphs_share_the_budget(serving: Any, tmp_p
             made = Image.open(io.BytesIO(base64.b64decode(found.data[0].b64_json)))
             assert made.size == (64, 64)
             assert found.graphrun["peak_bytes"]["measured"] <= 6 * 2**20
+
+
+@SERVE
+def test_graphs_in_turn_get_shares_of_the_budget_and_find_their_weights(serving: Any, tmp_path: Path, record_property: Any) -> None:
+    names = ("flux-tiny", "flux-schnell-tiny")
+    with serving(tmp_path, "--vram", "12M", "--reuse", "none", names=names) as server:
+
+        def ask(name: str) -> dict[str, Any]:
+            asked = {"model": name, "prompt": "a", "size": "32x32", "steps": 2}
+            return dict(server.client.post("/v1/images/generations", json=asked).json()["graphrun"])
+
+        alone = [ask(name) for name in names * 2]
+        server.until(lambda: [ask(name) for name in names] and server.metric("share") <= 1)
+        shared = [ask(name) for name in names * 3]
+        shares = {of["id"]: of["share"] for of in server.client.get("/v1/models").json()["data"]}
+
+    def seconds(found: list[dict[str, Any]], kind: str) -> float:
+        return sum(stage[f"{kind}_seconds"] for of in found for stage in of["stages"]) / len(found)
+
+    record_property(
+        "figures", {"shares": shares, "seconds alone, in shares": [seconds(of, "measured") for of in (alone, shared[2:])]}
+    )
+    assert seconds(shared[2:], "measured") < seconds(alone[2:], "measured")
+    assert seconds(shared[2:], "measured") == pytest.approx(seconds(shared[2:], "planned"), rel=0.05)
+    for of in (*alone, *shared):
+        assert of["peak_bytes"]["measured"] <= of["peak_bytes"]["planned"] <= 12 * 2**20
