@@ -90,8 +90,8 @@ def model_of(graph: Graph, service: Service) -> dict[str, Any]:
     found["edits"] = bool(picture_inputs(graph))
     found["limits"] = {"n": bounds.pictures, "pixels": bounds.pixels, "steps": bounds.steps, "prompt": bounds.characters}
     found["share"] = service.shares.get(graph.name, WHOLE)
-    planned = service.shapes[service.defaults[graph.name], WHOLE]
-    if not planned.done():
+    planned = service.shapes.get((service.defaults[graph.name], WHOLE))
+    if planned is None or not planned.done():
         return {**found, "plan": None}
     if (error := planned.exception()) is not None:
         return {**found, "plan": {"fits": False, "verdict": str(error)}}

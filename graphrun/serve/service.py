@@ -76,7 +76,8 @@ class Service:
     @property
     def ready(self) -> bool:
         """Whether a request that is sent now would be run."""
-        return self._ready and not self.draining and all(self.shapes[key, WHOLE].done() for key in self.defaults.values())
+        planned = (of.done() for (key, share), of in self.shapes.items() if share == WHOLE and key in self.defaults.values())
+        return self._ready and not self.draining and all(planned)
 
     async def drain(self) -> None:
         """Refuses new requests, and waits for those that were admitted, up to ``drain_seconds``; then cancels them."""
@@ -111,18 +112,19 @@ class Service:
     # -- planning
 
     def shape(self, shape: Shape, inputs: Any, share: float = WHOLE) -> asyncio.Future[PlannedShape]:
-        """The plan of a shape within ``share`` of the budgets, made once. ``inputs``: any of this shape. Raises Refused (429) where
-        many wait to be planned."""
+        """The plan of a shape within ``share`` of the budgets, made once. ``inputs``: any of this shape. Raises Refused: 429 where
+        many wait to be planned, 503 while the planner is started again."""
         key = shape, share
         if key not in self.shapes:
             waiting = sum(not of.done() for of in self.shapes.values())
             if waiting >= PLANNING + len(self.graphs):
                 text = f"{waiting} sizes are being planned"
                 raise Refused(429, text, "busy_planning", retry_seconds=waiting * self._plan_seconds)
+            if self._planner is None:
+                raise Refused(503, "the planner is started again", "interrupted", retry_seconds=RESTART_SECONDS)
             self.shapes[key] = asyncio.get_running_loop().create_future()
             self.shapes[key].add_done_callback(lambda future: future.exception())  # nobody may wait for it
             sizes = {name: inputs[name] for name, _ in shape[1]}
-            assert self._planner is not None
             self._planner.send("plan", key=key, graph=shape[0], inputs=sizes, share=share)
         self.shapes.move_to_end(key)
         spare = [old for old, of in self.shapes.items() if of.done() and old[0] not in self.defaults.values()]
@@ -147,10 +149,11 @@ class Service:
             future.set_exception(Refused(content["status"], content["message"], code, more=content["more"]))
 
     def _planner_died(self) -> None:
-        for key, future in [(key, of) for key, of in self.shapes.items() if not of.done()]:
-            if key[1] != WHOLE or key[0] not in self.defaults.values():
-                del self.shapes[key]
-            future.set_exception(Refused(503, "planning was interrupted", "interrupted", retry_seconds=self._plan_seconds))
+        self._planner = None
+        for key in [key for key, of in self.shapes.items() if not of.done()]:  # the next request of the shape asks again
+            self.shapes.pop(key).set_exception(
+                Refused(503, "planning was interrupted", "interrupted", retry_seconds=self._plan_seconds)
+            )
         asyncio.get_running_loop().call_later(RESTART_SECONDS, self._start_planner)
 
     # -- admission
@@ -194,7 +197,7 @@ class Service:
         used = sorted(set(self._recent))
         keys = [(self.defaults[name], share) for name in used for share in (WHOLE, *SHARES)]
         missing = [key for key in keys if key not in self.shapes]
-        if missing and len(used) > 1 and all(of.done() for of in self.shapes.values()):
+        if missing and len(used) > 1 and self._planner is not None and all(of.done() for of in self.shapes.values()):
             shape, share = missing[0]  # one at a time: clients' shapes wait for one plan at most
             self.shape(shape, self.graphs[shape[0]].for_planning({}), share)
         plans = {key: self.shapes[key] for key in keys if key in self.shapes and self.shapes[key].done()}

@@ -7,10 +7,12 @@ import base64
 import io
 import json
 import socket
+import time
 from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 from PIL import Image
 
@@ -141,6 +143,26 @@ def test_a_client_that_leaves_cancels_its_request(server: Any) -> None:
     server.until(lambda: server.metric("running_requests") == 0)
     after = [line for line in server.client.get("/metrics").text.splitlines() if line.startswith(cancelled)]
     assert after != before
+
+
+@pytest.mark.sweep("serve")
+def test_a_planner_that_is_killed_is_replaced_and_nobody_waits_for_it_in_vain(server: Any) -> None:
+    def planner() -> psutil.Process:
+        others = (each for each in psutil.Process(server.process.pid).children() if each.pid != server.worker.pid)
+        (found,) = (each for each in others if "resource_tracker" not in " ".join(each.cmdline()))
+        return found
+
+    killed = planner()
+    killed.kill()
+    server.until(lambda: not killed.is_running() or killed.status() == psutil.STATUS_ZOMBIE)
+    asked = {"prompt": "a", "size": "48x32", "steps": 1}
+    answers = [server.client.post("/v1/images/generations", json=asked, timeout=120)]
+    while answers[-1].status_code == 503:
+        assert answers[-1].headers["retry-after"]
+        time.sleep(1)
+        answers.append(server.client.post("/v1/images/generations", json=asked, timeout=120))
+    assert answers[-1].status_code == 200
+    assert planner().pid != killed.pid
 
 
 @pytest.mark.sweep("serve")
