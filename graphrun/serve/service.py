@@ -167,9 +167,7 @@ class Service:
         if share != WHOLE:
             try:
                 planned = await asyncio.shield(self.shape(asked.shape, asked.runs[0], share))
-            except Refused as error:  # it fits all of the budgets
-                if error.status != 422:
-                    raise
+            except Refused:  # it fits all of the budgets
                 share = WHOLE
         self._refuse_stopping()
         job.planned = time.monotonic() - job.submitted
