@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -56,13 +56,13 @@ def load(path: str | Path, *, trust: Iterable[str] = ()) -> Graph:
 def estimate(
     graph: Graph | LivePipeline,
     *,
-    vram: str | int,
+    vram: str | int | Sequence[str | int],
     ram: str | int = "auto",
     pinned: str | int | None = None,
     disk: str | int | None = None,
     runs: int = 1,
     allow: Iterable[str] = (),
-    hardware: str | Hardware | None = None,
+    hardware: str | Hardware | Sequence[str | Hardware] | None = None,
     inputs: Mapping[str, Any] | None = None,
     keep: Iterable[str] = (),
     exclude: Iterable[str] = (),
@@ -75,13 +75,14 @@ def estimate(
     """The planning problem of running ``graph`` within its budgets, from a dry run: needs no weights and no GPU.
 
     ``vram``, ``ram``  sizes such as ``"8G"``, or bytes; ``vram="50%"`` is a share of the device; ``ram="auto"`` is what the
-                       machine (or its cgroup) has left, plus what modules passed in take
+                       machine (or its cgroup) has left, plus what modules passed in take. With several devices,
+                       ``vram="24G,12G"`` or a list: the first computes and streams, on the others whole components may compute
     ``pinned``         limit of page-locked RAM; ``disk``: limit of bytes written to disk
     ``runs``           above 1: a session, a cold first run and ``runs - 1`` warm ones
     ``allow``          what may change outputs: ``precision`` (all that the graph lists) or one of them, ``cpu``, ``tiling``,
                        ``split``
     ``hardware``       a name from `graphrun.profile.hardware.priors`, or of a profile that ``graphrun calibrate`` saved in
-                       ``cache``; None: the CUDA device found, else rtx4090
+                       ``cache``; None: the CUDA device found, else rtx4090. With several devices one for each, or one for all
     ``inputs``         inputs of the graph; of a pipeline (`from_pipeline`) the arguments of a call
     ``keep``           components that stay on the device from their first use to the end
     ``exclude``        components that are always streamed, with no block kept on the device
@@ -96,18 +97,19 @@ def estimate(
     """
     from graphrun.graph.graph import Directives
     from graphrun.graph.graph import Graph as Declared
+    from graphrun.model.problem import Helper
     from graphrun.profile.host_ram import ram_budget
     from graphrun.profile.problems import Limits
 
-    hardware = _hardware(hardware, cache)
-    budget_bytes = _vram_bytes(vram, hardware)
+    (hardware, budget_bytes), *others = _devices(vram, hardware, cache)
+    helpers = tuple(Helper(of, nbytes) for of, nbytes in others)
     ram_bytes = ram_budget(ram, () if isinstance(graph, Declared) else graph.modules.values())
     reserve_bytes = _size(reserve, "reserve")
     if not isinstance(graph, Declared):
         if until is not None:
             raise InputError("until names a stage of a graph; a pipeline's call has none: leave it out")
         demands = Directives(tuple(keep), tuple(exclude), reserve_bytes or 0)
-        return graph.problem(inputs or {}, hardware, Limits(budget_bytes, ram_bytes), demands)
+        return graph.problem(inputs or {}, hardware, Limits(budget_bytes, ram_bytes, helpers=helpers), demands)
     graph = graph.until(until).directed(keep, exclude, reserve_bytes, pin)
     values = graph.for_planning(inputs or {})
 
@@ -117,7 +119,7 @@ def estimate(
     if runs < 1:
         raise InputError(f"runs {runs}: a session has at least one run")
     host = _size(pinned, "pinned", ram_bytes), _size(disk, "disk")
-    limits = Limits(budget_bytes, ram_bytes, *host, runs, graph.allowed(allow))
+    limits = Limits(budget_bytes, ram_bytes, *host, runs, graph.allowed(allow), helpers)
     problem = replace(problem_for(graph, values, hardware, limits, _store(cache)), until=until or "")
     if not (stages := tuple(dict.fromkeys(name.partition(".")[0] for name in precomputed))):
         return problem
@@ -425,6 +427,17 @@ def _hardware(asked: str | Hardware | None, cache: Path | None) -> Hardware:
     from graphrun.profile.hardware_profiles import chosen
 
     return chosen(asked, cache)
+
+
+def _devices(vram: Any, hardware: Any, cache: Path | None) -> list[tuple[Hardware, int]]:
+    """The hardware and the VRAM budget of each device. Raises InputError where they are not of one kind."""
+    from graphrun.profile.several import per_device
+
+    found = [(_hardware(of.hardware, cache), of.vram) for of in per_device(vram, hardware)]
+    if len({of.device for of, _ in found}) > 1:
+        kinds = ", ".join(f"{of.name} is a {of.device} device" for of, _ in found)
+        raise InputError(f"hardware: devices of one run are of one kind, and {kinds}")
+    return [(of, _vram_bytes(nbytes, of)) for of, nbytes in found]
 
 
 def _vram_bytes(vram: str | int, hardware: Hardware) -> int:

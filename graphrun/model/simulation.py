@@ -34,6 +34,7 @@ class SlotReport:
     allocator reserves beyond that). ``streamed_bytes``: copied through rings. ``loaded_bytes``: copied by load actions.
     ``restored_bytes``: of restored values. ``compute_seconds``: on the device or the CPU. ``host_bytes``: peak in RAM,
     ``pinned_bytes`` of it page-locked. ``disk_bytes_read``: weights read into backing stores, and fetched for copies.
+    ``helper_peaks``: the highest bytes on each helper, whose loads count in ``loaded_bytes`` too.
     """
 
     phase: str
@@ -52,6 +53,7 @@ class SlotReport:
     pinned_bytes: int = 0
     disk_bytes_read: int = 0
     pages_bytes: int = 0
+    helper_peaks: tuple[int, ...] = ()
 
     @property
     def working_bytes(self) -> int:

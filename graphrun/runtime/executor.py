@@ -98,7 +98,11 @@ class Session:
         self._setting = Setting(solution.chosen, plan, host, device, slowdowns, replan, handed_out)
         _refuse_drop(plan, host)
         self._begun = False
-        self._baseline_bytes = device.allocated_bytes
+        self._baseline_bytes = self._allocated_bytes
+
+    @property
+    def _allocated_bytes(self) -> int:
+        return sum(device.allocated_bytes for device in self._setting.device.every)
 
     def __enter__(self) -> Session:
         return self
@@ -113,12 +117,12 @@ class Session:
         if self._begun and not plan.again:
             raise PlanError("the plan is for one run: plan a session (runs above 1), or close this session and open a new one")
         if not self._begun:
-            self._baseline_bytes = device.allocated_bytes
+            self._baseline_bytes = self._allocated_bytes
             host.match_layout(problem)
             host.prepare({use.component for phase in problem.phases for use in phase.uses})
         reports = self._simulation.again if self._begun else self._simulation.slots
         now = replace(plan, slots=plan.again) if self._begun else plan
-        run = Run(self._setting, now, [report.peak_bytes for report in reports], progress)
+        run = Run(self._setting, now, [(report.peak_bytes, *report.helper_peaks) for report in reports], progress)
         self._begun = True
         try:
             return run.execute(work, keep=bool(plan.again))
@@ -128,9 +132,8 @@ class Session:
             self.close()
             failure = error_to_raise(error, device, run.where)
             gc.collect()
-            with contextlib.suppress(RuntimeError):
-                device.release_cached()
-            if (left_bytes := device.allocated_bytes - self._baseline_bytes) > 0:
+            self._release_cached()
+            if (left_bytes := self._allocated_bytes - self._baseline_bytes) > 0:
                 failure.add_note(f"{show_size(left_bytes)} stayed on the device: {leftovers(device, host.modules)}")
             if isinstance(failure, OutOfMemory):
                 run.annotate(failure)
@@ -144,8 +147,12 @@ class Session:
         self._setting.host.evict()
         self._setting.host.finish()
         self._begun = False
-        with contextlib.suppress(RuntimeError):
-            self._setting.device.release_cached()
+        self._release_cached()
+
+    def _release_cached(self) -> None:
+        for device in self._setting.device.every:
+            with contextlib.suppress(RuntimeError):
+                device.release_cached()
 
 
 def refuse_unfit(solution: Solution, graph: Graph) -> None:

@@ -1,0 +1,105 @@
+"""Pipelines whose components lie on several devices: the plain pipeline's image, caps and time as planned, nothing left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from campaign import sampled
+from whole_pipelines import GRAPHS, pixels, plain_image
+
+import graphrun
+from graphrun.graph.graph import Graph
+from graphrun.model.problem import Problem
+from graphrun.modules.build import build
+from graphrun.report.summary import broken_caps
+from graphrun.runtime.devices.open import open_device
+from graphrun.runtime.recovery import execute
+from graphrun.session import Session
+
+SMALL = {"seed": 3, "steps": 2, "height": 64, "width": 64}
+PIPELINES = ("flux-tiny", "sdxl-tiny", "wan-tiny", "hidream-tiny")
+
+
+def budgets(graph: Graph, helpers: int) -> list[str]:
+    """For the largest component and for all others, so that no single device holds the pipeline."""
+    problem = graphrun.estimate(graph, vram="1G", ram="8G", hardware="sim", inputs=SMALL)
+    weights = sorted(component.weight_bytes() for component in problem.components)
+    more = max(max(p.first_bytes, p.steady_bytes) + p.live_in_bytes for p in problem.phases)
+    values = sum(value.nbytes for value in problem.values)
+    return [f"{weights[-1] + 2 * more + values}B", *[f"{sum(weights[:-1]) // helpers + 2 * more}B"] * helpers]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("helpers", sampled((1, 2), (1,), "helpers"))
+@pytest.mark.parametrize("name", sampled(PIPELINES, PIPELINES[:1], "helpers"))
+def test_a_session_keeps_what_no_single_device_holds(name: str, helpers: int) -> None:
+    graph = graphrun.load(GRAPHS / f"{name}.yaml")
+    modules = {of: build(component, graph) for of, component in graph.components.items()}
+    image = pixels(plain_image(graph, modules, graph.resolve(SMALL)))
+    with Session(graph, runs=5, inputs=SMALL, modules=modules, vram=budgets(graph, helpers), ram="8G", hardware="sim") as session:
+        solution = session.solution
+        assert any(component.variants[0].helper for component in solution.chosen.components)
+        for reports, seconds in (
+            (solution.simulation.slots, solution.simulation.seconds),
+            (solution.simulation.again, solution.simulation.again_seconds),
+        ):
+            trace = session.run()
+            assert np.array_equal(pixels(trace.outputs["image" if "image" in trace.outputs else "video"]), image)
+            assert trace.moved_bytes == pytest.approx(sum(slot.loaded_bytes + slot.streamed_bytes for slot in reports), rel=0.01)
+            assert trace.seconds == pytest.approx(seconds, rel=0.02)
+            for planned, measured in trace.beside(reports):
+                assert measured.peak_bytes <= planned.peak_bytes <= solution.problem.effective_bytes
+                for peak, most, helper in zip(measured.helper_peaks, planned.helper_peaks, solution.problem.helpers, strict=True):
+                    assert peak <= most <= helper.effective_bytes
+        assert trace.moved_bytes == 0, "all of it stays"
+        device = session.device
+    assert [each.allocated_bytes for each in device.every] == [0] * (helpers + 1)
+
+
+@pytest.fixture(scope="module")
+def flux() -> tuple[Graph, Problem]:
+    graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
+    return graph, graphrun.estimate(graph, vram=budgets(graph, 1), ram="8G", hardware="sim", inputs=SMALL)
+
+
+def test_memory_that_vanishes_on_a_helper_has_the_remaining_stages_planned_again(flux: tuple[Graph, Problem]) -> None:
+    graph, problem = flux
+    here = replace(problem, budget_bytes=problem.budget_bytes * 2)
+    modules = {of: build(component, graph) for of, component in graph.components.items()}
+    for name in ("text_encoder", "text_encoder_2"):
+        there = tuple(v for v in here.component(name).variants if v.helper)
+        components = (replace(of, variants=(*there, of.variants[0])) if of.name == name else of for of in here.components)
+        here = replace(here, components=tuple(components))
+    solution = graphrun.plan(here)
+    placed = [of.name for of in solution.chosen.components if of.variants[0].helper]
+    assert placed, "nothing is on the helper"
+    device, told = open_device(here), list[str]()
+    expected = pixels(plain_image(graph, modules, graph.resolve(SMALL)))
+
+    def lose(*_: object) -> None:
+        device.helpers[0].machine.capacity_bytes = 1024
+
+    hook = modules[placed[0]].register_forward_pre_hook(lose)
+    trace = execute(solution, graph, graph.resolve(SMALL), device, modules, tell=told.append)
+    hook.remove()
+    assert np.array_equal(pixels(trace.outputs["image"]), expected)
+    assert len(told) == 1
+    assert "sim:1 has a capacity of 1.00 KiB" in told[0]
+    assert [each.allocated_bytes for each in device.every] == [0, 0]
+
+
+def test_a_saved_plan_names_the_device_and_runs_on_it(flux: tuple[Graph, Problem], tmp_path: Path) -> None:
+    graph, problem = flux
+    solution = graphrun.plan(replace(problem, components=tuple(_on_helper(problem, of.name) for of in problem.components)))
+    assert "variant vae bfloat16 pinned device1" in str(solution.plan) or solution.chosen.component("vae").variants[0].helper
+    trace = graphrun.run(solution, graph, SMALL, check_ordering=True)
+    assert not broken_caps(solution, trace)
+    assert trace.to_json()["slots"][0]["helper_peaks"]
+
+
+def _on_helper(problem: Problem, name: str):  # type: ignore[no-untyped-def]
+    of = problem.component(name)
+    return replace(of, variants=tuple(v for v in of.variants if v.helper), layers=None) if name == "vae" else of
