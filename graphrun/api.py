@@ -21,7 +21,7 @@ class Budget:
     when a pipeline is attached, less a twentieth.
     """
 
-    vram: str | int | None = None
+    vram: str | int | Sequence[str | int] | None = None
     ram: str | int = "auto"
     pinned: str | int | None = None
     disk: str | int | None = None
@@ -276,14 +276,14 @@ def from_pipeline(pipe: Any) -> LivePipeline:
 def attach(
     pipe: Any,
     *,
-    vram: str | int | None = None,
+    vram: str | int | Sequence[str | int] | None = None,
     ram: str | int = "auto",
     pinned: str | int | None = None,
     disk: str | int | None = None,
     budget: Budget | None = None,
     allow: Iterable[str] = (),
-    hardware: str | Hardware | None = None,
-    device: str | Device | None = None,
+    hardware: str | Hardware | Sequence[str | Hardware] | None = None,
+    device: str | Sequence[str] | Device | None = None,
     keep: Iterable[str] = (),
     exclude: Iterable[str] = (),
     pin: Iterable[str] = (),
@@ -303,9 +303,9 @@ def attach(
                        ``empty``: nothing stays. `Attachment.release` empties the device on demand, and so does an error
     ``budget``         in place of ``vram``, ``ram``, ``pinned`` and ``disk``: pipelines attached with one `Budget` share it. The
                        one that is called has all of it; of the others, those called longest ago give way first
-    ``vram``           None: what the device has free now, less a twentieth
+    ``vram``           None: what the device has free now, less a twentieth; ``["24G", "12G"]`` of several devices
     ``allow``          ``cpu``: components may compute there, which changes outputs
-    ``device``         ``cuda``, ``sim`` or a `graphrun.runtime.devices.device.Device`
+    ``device``         ``cuda``, ``sim``, ``["cuda:0", "cuda:1"]``, or a `graphrun.runtime.devices.device.Device`
     ``cache``          a folder of dry runs and plans: a call of a kind that was planned there before is not planned again
     ``tell``           called with one line where a call is planned, which takes seconds; the line is logged too (``logging``, INFO)
 
@@ -316,8 +316,11 @@ def attach(
     from graphrun.diffusers_.live import components_of
     from graphrun.diffusers_.proxy import refuse_placed
     from graphrun.graph.graph import Directives
+    from graphrun.model.problem import Helper
     from graphrun.profile.host_ram import ram_budget
     from graphrun.profile.problems import Limits
+    from graphrun.profile.several import per_device
+    from graphrun.runtime.devices.device import Device as Opened
     from graphrun.runtime.devices.open import open_hardware
     from graphrun.store import CallStore
 
@@ -328,14 +331,25 @@ def attach(
     if between_calls not in ("warm", "empty"):
         raise InputError(f"between_calls {between_calls!r}: it is warm or empty")
     budget = budget or own
-    chosen = hardware_of(device, hardware)
-    opened = open_hardware(chosen) if device is None or isinstance(device, str) else device
-    vram_bytes = _free_bytes(opened, chosen) if budget.vram is None else _vram_bytes(budget.vram, chosen)
+    given = device if isinstance(device, Opened) else None
+    several = per_device(budget.vram, hardware, None if given is not None else device)
+    cards = [hardware_of(given or of.device, of.hardware) for of in several]
+    _require_one_kind(cards)
+    if given is None:
+        first = open_hardware(cards[0])
+        opened = first.with_helpers([open_hardware(of, number, first) for number, of in enumerate(cards[1:], 1)])
+    elif len(given.every) != len(cards):
+        raise InputError(f"vram has budgets of {len(cards)} devices, and device is {len(given.every)}: give a budget for each")
+    else:
+        opened = given
+    rows = zip(several, cards, opened.every, strict=True)
+    vram_bytes, *others = [_free_bytes(at, of) if row.vram is None else _vram_bytes(row.vram, of) for row, of, at in rows]
+    helpers = tuple(Helper(of, nbytes) for of, nbytes in zip(cards[1:], others, strict=True))
     ram_bytes = ram_budget(budget.ram, components_of(pipe).values())
     host = _size(budget.pinned, "pinned", ram_bytes), _size(budget.disk, "disk")
     demands = Directives(tuple(keep), tuple(exclude), _size(reserve, "reserve") or 0, tuple(pin))
-    limits = Limits(vram_bytes, ram_bytes, *host, RUNS if between_calls == "warm" else 1, tuple(allow))
-    return Attachment(pipe, opened, chosen, limits, demands, budget, tell, CallStore(Store(cache)) if cache is not None else None)
+    limits = Limits(vram_bytes, ram_bytes, *host, RUNS if between_calls == "warm" else 1, tuple(allow), helpers)
+    return Attachment(pipe, opened, cards[0], limits, demands, budget, tell, CallStore(Store(cache)) if cache is not None else None)
 
 
 def run_many(
@@ -434,10 +448,14 @@ def _devices(vram: Any, hardware: Any, cache: Path | None) -> list[tuple[Hardwar
     from graphrun.profile.several import per_device
 
     found = [(_hardware(of.hardware, cache), of.vram) for of in per_device(vram, hardware)]
-    if len({of.device for of, _ in found}) > 1:
-        kinds = ", ".join(f"{of.name} is a {of.device} device" for of, _ in found)
-        raise InputError(f"hardware: devices of one run are of one kind, and {kinds}")
+    _require_one_kind([of for of, _ in found])
     return [(of, _vram_bytes(nbytes, of)) for of, nbytes in found]
+
+
+def _require_one_kind(cards: Sequence[Hardware]) -> None:
+    if len({of.device for of in cards}) > 1:
+        kinds = ", ".join(f"{of.name} is a {of.device} device" for of in cards)
+        raise InputError(f"hardware: devices of one run are of one kind, and {kinds}")
 
 
 def _vram_bytes(vram: str | int, hardware: Hardware) -> int:

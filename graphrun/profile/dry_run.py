@@ -147,8 +147,8 @@ class Prober:
             if t.device.type != "cpu"
         )
         results = {id(t): round_up(t.nbytes, ROUND_BYTES) for t in tensors_in(result.template) if t.is_meta}
-        sizes = {"input_bytes": input_bytes, "output_bytes": sum(results.values())}
-        return replace(call, component=component, entry=entry, **sizes), result
+        made = replace(call, component=component, entry=entry, input_bytes=input_bytes, output_bytes=sum(results.values()))
+        return made, result
 
     def _record(
         self, module: nn.Module, blocks: list[str], proceed: Callable[..., Any], args: Any, kwargs: Any, device: torch.device

@@ -94,6 +94,8 @@ class Session:
         names, problem, plan = dict(solution.plan.variants), solution.problem, solution.plan
         chosen = {c.name: v for c in problem.components for v in c.variants if names.get(c.name, v.name) == v.name}
         slowdowns = {name: variant.slowdown for name, variant in chosen.items() if variant.device == "cpu"}
+        if len(device.helpers) < len(problem.helpers):
+            raise PlanError(f"the plan is for {len(problem.helpers) + 1} devices, and {len(device.every)} were opened: plan again")
         self._simulation = solution.simulation
         self._setting = Setting(solution.chosen, plan, host, device, slowdowns, replan, handed_out)
         _refuse_drop(plan, host)

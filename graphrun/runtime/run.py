@@ -112,7 +112,7 @@ class Run:
         # `effective_bytes`, is for them.
         foreign_bytes = min(self._problem.reserve_bytes, self._before["device"]) + host.outside_bytes
         with contextlib.ExitStack() as stack:
-            for helper, of in zip(device.helpers, self._problem.helpers, strict=True):
+            for helper, of in zip(device.helpers, self._problem.helpers, strict=False):
                 stack.enter_context(helper.session(of.effective_bytes))
             stack.enter_context(device.session(self._problem.effective_bytes + foreign_bytes))
             stack.enter_context(torch.no_grad())

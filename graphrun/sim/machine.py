@@ -82,7 +82,7 @@ class Machine(Ledger):
         self.first_key = number << 40
         self.device = torch.device("sim", number)
         self.name = str(self.device)
-        self.clock = Clock(launch_seconds, copy_start_seconds, None if beside is None else beside.clock)
+        self.clock: Clock = Clock(launch_seconds, copy_start_seconds, None if beside is None else beside.clock)
         self._page_lock_seconds = page_lock_seconds
         if beside is None:
             self.ordering = Ordering() if (self.check_ordering if check_ordering is None else check_ordering) else None

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from campaign import sampled
 from planner_oracle import Oracle
+from planner_problems import component, hardware, problem
 from planner_random import with_helpers
 
+from graphrun.diffusers_.device_map import plan_for
+from graphrun.errors import InputError
 from graphrun.model.plan import parse
-from graphrun.model.problem import Problem
+from graphrun.model.problem import Helper, PhaseNumbers, Problem, Use
 from graphrun.solve.actions import plan_of
 from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import stage_choices
 from graphrun.solve.search import choose
+from graphrun.solve.solve import solve
 from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
 
@@ -53,3 +59,37 @@ def test_solver_agrees_with_brute_force(seeds: range) -> None:
             assert max(peaks) == max(program.helper_bytes(choice, number + 1), default=0) <= helper.effective_bytes, seed
         placed += bool(on_helpers(of, plan.variants))
     assert placed, "no problem of these places a component on a helper"
+
+
+def two_cards(budget_bytes: int = 8000) -> Problem:
+    """A text encoder and a transformer, each of which may be on either device."""
+    used = (("te", 1), ("dit", 9))
+    components = []
+    for name, _ in used:
+        made = component(name, ("k", 4, 1024), seconds_per_byte=1 / 1024)
+        there = replace(made.variants[0], device="device1", streamable=False, slowdown=1.01)
+        components.append(replace(made, variants=(made.variants[0], there)))
+    phases = tuple(PhaseNumbers(f"s{name}", 0, (Use(name, n, (n,), (1.0,), crossing=(512, 512)),), 0, 512, 512) for name, n in used)
+    of = problem(budget_bytes, tuple(components), phases, on=hardware())
+    return replace(of, helpers=(Helper(hardware(), 8000),))
+
+
+def test_where_the_first_device_is_short_the_encoder_is_on_the_second() -> None:
+    assert on_helpers(two_cards(10_000), solve(replace(two_cards(10_000), runs=9)).plan.variants) == []
+    short = replace(two_cards(5000), runs=9)
+    solution = solve(short)
+    assert on_helpers(short, solution.plan.variants) == ["te"]
+    assert "variant te bfloat16 pinned device1" in str(solution.plan)
+    assert solution.simulation.again_moved_bytes == 0
+    assert solution.simulation.total_seconds < solve(replace(short, helpers=())).simulation.total_seconds
+
+
+def test_a_device_map_with_numbers_is_a_plan() -> None:
+    of = two_cards()
+    solution = plan_for(of, {"te": {"": 1}, "dit": {"": 0}})
+    assert check(solution.problem, solution.plan) == ()
+    assert on_helpers(of, solution.plan.variants) == ["te"]
+    assert solution.simulation.seconds >= solve(of).simulation.seconds
+    for wrong in ({"te": {"": 2}}, {"dit": {"k.0": 1, "k.1": 0, "k.2": 0, "k.3": 0}}):
+        with pytest.raises(InputError, match="the plan has 2 devices"):
+            plan_for(of, wrong)
