@@ -35,6 +35,7 @@ from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.executor import Session as Runs
 from graphrun.runtime.executor import refuse_unfit, stages_for
 from graphrun.runtime.host import Host
+from graphrun.systems import refuse_forked
 from graphrun.trace import Tier, Trace
 
 LOOKAHEAD = 32  # the most waiting runs that are examined before a change of plan
@@ -120,7 +121,7 @@ class Session:
         Raises InputError for inputs that the graph refuses, and after `close`. What planning other sizes raises is in the future.
         """
         values = self.graph.resolve({**self._inputs, **(inputs or {})})
-        self._refuse_forked()
+        refuse_forked(self._process, "the session", "create a session")
         with self._state:
             if self._closed:
                 raise InputError("the session is closed; create a new one")
@@ -130,14 +131,6 @@ class Session:
     def map(self, inputs: Iterable[Mapping[str, Any]]) -> list[Trace]:
         """Runs once for each of ``inputs``, and returns the traces in their order."""
         return [future.result() for future in [self.submit(each) for each in inputs]]
-
-    def _refuse_forked(self) -> None:
-        """Raises InputError in a process that was forked after the session began: its worker thread is not there."""
-        if os.getpid() != self._process:
-            raise InputError(
-                f"the session belongs to process {self._process}, and this process was forked from it: create a session here, or "
-                "start the process by spawn (multiprocessing.set_start_method('spawn')), which a CUDA device needs anyway"
-            )
 
     def close(self) -> tuple[Tier, ...]:
         """Waits for the current run, cancels the waiting ones, and frees everything. Returns bytes before and after, per tier.

@@ -11,7 +11,19 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from graphrun.errors import InputError
+
 _seeking = threading.Lock()
+
+
+def refuse_forked(process: int, what: str, again: str) -> None:
+    """Raises InputError in a process that was forked from the one with id ``process``, where ``what`` was made: its threads are not
+    here, and its locks may be held for ever. ``again``: how to have one here."""
+    if os.getpid() != process:
+        raise InputError(
+            f"{what} belongs to process {process}, and this process was forked from it: {again} here, or start the process by "
+            "spawn (multiprocessing.set_start_method('spawn')), which a CUDA device needs anyway"
+        )
 
 
 def take_lock(path: Path) -> FileLock | None:

@@ -92,7 +92,7 @@ def test_a_plan_made_without_the_file_runs_with_one_of_its_size_only(here: Calla
 
 
 def test_a_file_that_is_given_is_planned_for(here: Callable[..., Any]) -> None:
-    code, out = here(GRAPH, *FLAGS, "--set", "image=wide.png", "-o", "made.png")
+    code, out = here(GRAPH, *FLAGS, "--set", "image=wide.png", "-o", "made.png", "-v")
     assert code == 0, out
     assert "image=96x64" in out
     assert Image.open("made.png").size == (96, 64)

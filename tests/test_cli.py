@@ -229,7 +229,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_run(graphrun: Cli,
 def test_estimate_needs_no_budget_and_its_json_has_a_basis_for_every_number(graphrun: Cli) -> None:
     code, out, _ = graphrun("estimate", TINY, "--device", "sim")
     assert code == 0
-    assert out.startswith("needs 13.0 MiB with everything on the device; computes for ")
+    assert out.startswith("needs 13.0 MiB with everything on the device; takes ")
     assert "\nestimate flux-tiny" in out
     assert max(len(line) for line in out.splitlines() if not line.startswith("next: ")) <= 80
     code, out, _ = graphrun("estimate", TINY, "--device", "sim", "--set", "height=192", "--no-cache", "--json")

@@ -47,8 +47,12 @@ class Calls:
         profile.enable()
 
     def end(self) -> None:
-        """Stops profiling this thread, and adds up the calls of all."""
-        self.profiles[0].disable()
+        """Stops profiling this thread, and adds up the calls of all.
+
+        A profile of another thread that is not disabled would stop the active one when it is collected as garbage.
+        """
+        for profile in self.profiles:
+            profile.disable()
         codes = {inspect.unwrap(function).__code__: function.__name__ for function in COUNTED}
         for entry in (entry for profile in self.profiles for entry in profile.getstats()):
             if entry.code in codes:

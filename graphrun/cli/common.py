@@ -6,6 +6,7 @@ import contextlib
 import glob
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ import typer
 from graphrun import api
 from graphrun.cli.options import Asked
 from graphrun.cli.terminal import alive, coloured, width
-from graphrun.errors import GraphrunError, InputError
+from graphrun.errors import GraphrunError, InputError, PlanError
 from graphrun.graph.shipped import shipped_graphs
 from graphrun.reading import printable
 from graphrun.report import plan_files as planfile
@@ -27,6 +28,7 @@ from graphrun.units import show_size
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
+    from graphrun.model.problem import Problem
 
 
 JSON_VERSION = 1
@@ -70,14 +72,25 @@ class Planned:
     precomputed: dict[str, Any] = field(default_factory=dict)
 
 
-def named(path: Path, asked: Asked) -> Planned:
-    """The graph at ``path``, or the saved plan there with its graph; a plan is checked and simulated."""
+def named(path: Path, asked: Asked, *, to_run: bool = False) -> Planned:
+    """The graph at ``path``, or the saved plan there with its graph; a plan is checked and simulated. ``to_run``: what it may
+    choose must be allowed by ``asked``, since a file allows nothing by itself."""
     if path.suffix != ".json":
         return Planned(load(path, asked), path)
-    asked.refuse_for_plan(path)
+    asked.refuse_for_plan(path, to_run=to_run)
     solution, saved = planfile.read_solution(path)
     source = planfile.graph_path(path, saved)
-    return Planned(load(source, asked), source, solution, saved.get("solve_seconds"), path)
+    graph, needed = load(source, asked), set(solution.problem.allow)
+    if to_run and not needed <= set(graph.allowed(asked.allow or ())):
+        flags = _allowing(solution.problem)
+        what = f"was made with {flags}, which may change the output, and a plan file allows nothing by itself: add {flags}"
+        raise PlanError(f"{what}, or plan again without", str(path))
+    return Planned(graph, source, solution, saved.get("solve_seconds"), path)
+
+
+def _allowing(problem: Problem) -> str:
+    """The options that allow what ``problem`` may choose."""
+    return shlex.join(word for name in problem.allow for word in ("--allow", name))
 
 
 def planned(made: Planned, asked: Asked, reuse: str, *, to_run: bool = False, random_weights: bool = False) -> Planned:
@@ -167,7 +180,7 @@ def look(made: Planned, asked: Asked, verbose: bool = False, out: Path | None = 
 
     problem = made.solution.problem
     graph, saved = made.graph.until(problem.until), out or made.saved
-    command = f"graphrun run {saved or f'{made.source} {asked.flags}'.strip()}"
+    command = f"graphrun run {f'{saved} {_allowing(problem)}' if saved else f'{made.source} {asked.flags}'}".strip()
     missing = [name for name, of in graph.inputs.items() if of.required and name not in asked.inputs]
     command += "".join(f' --set {name}="..."' if name != "prompt" else ' --prompt "..."' for name in missing)
     elsewhere = problem.hardware.device == "cuda" and devices.found() is None

@@ -104,9 +104,11 @@ class Asked:
                 )
         return shlex.join(words)
 
-    def refuse_for_plan(self, path: Any) -> None:
-        """Raises InputError where an option is set that the plan saved at ``path`` has fixed already."""
-        own = [field.name for field in fields(self) if field.name not in ("set_", "no_cache", "ram", "trust_package")]
+    def refuse_for_plan(self, path: Any, *, to_run: bool) -> None:
+        """Raises InputError where an option is set that the plan saved at ``path`` has fixed already. ``to_run``: what the plan may
+        choose is allowed again."""
+        free = ("set_", "no_cache", "trust_package", *(["allow"] if to_run else []))
+        own = [field.name for field in fields(self) if field.name not in free]
         if set_names := [name for name in own if getattr(self, name) != _DEFAULTS[name]]:
             flags = ", ".join(f"--{name}" for name in set_names)
             raise InputError(f"{path} is a plan: it has its own budgets, hardware, device and directives; leave {flags} out")

@@ -78,7 +78,7 @@ def run(
     from graphrun.report.verdicts import fits
 
     planfile.require_writable(plan_file, trace_file, preview)
-    made = named(graph, asked)
+    made = named(graph, asked, to_run=True)
     until = made.solution.problem.until if made.solution is not None else ""
     target = files_for(made.graph.until(until), output, asked.inputs, overwrite=overwrite)
     made = planned(made, asked, what, to_run=True, random_weights=random_weights)

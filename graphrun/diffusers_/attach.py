@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import html
 import logging
+import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -52,6 +53,7 @@ from graphrun.runtime.devices.device import Device, device_lock
 from graphrun.runtime.executor import follow
 from graphrun.solve.solve import solve
 from graphrun.solve.transitions import continued
+from graphrun.systems import refuse_forked
 from graphrun.trace import Trace
 from graphrun.units import show_size
 from graphrun.verify.solution import solution_of
@@ -138,6 +140,7 @@ class Attachment:
         self._device, self._hardware, self._demands, self._tell = device, hardware, demands, tell
         self._store = store
         self._lock, self._thread = device_lock(device.name), 0  # _thread: the thread that is inside a call; 0: none
+        self._process = os.getpid()
         self._at_rest = False  # whether a method runs that changes the pipeline; all weights are on the CPU then
         self._detached = self._detach_pending = self._release_pending = False
         self._state = ""  # the pipeline's `state_of` at the last call
@@ -163,8 +166,10 @@ class Attachment:
 
         Called inside a pipeline call (in a callback), it takes effect when that call ends, whether it returns or raises. Another
         thread waits for the call to end. Raises InputError, and changes nothing, while a call of another attached pipeline uses
-        components of this one.
+        components of this one. In a forked process it does nothing.
         """
+        if os.getpid() != self._process:
+            return
         with self._lock:
             if self._in_call():
                 self._detach_pending = True
@@ -178,6 +183,7 @@ class Attachment:
         Called inside a call, it takes effect when that ends. Call it after writing to some places of a weight through
         ``tensor.data``, which is not noticed for certain.
         """
+        self._refuse_forked()
         with self._lock:
             if self._in_call():
                 self._release_pending = True
@@ -304,8 +310,12 @@ class Attachment:
             return self._run(call)
 
     def _in_call(self) -> bool:
-        """Whether this thread is inside a call of the pipeline."""
+        """Whether this thread is inside a call of the pipeline. Raises InputError in a forked process."""
+        self._refuse_forked()
         return self._thread == threading.get_ident()
+
+    def _refuse_forked(self) -> None:
+        refuse_forked(self._process, "the attached pipeline", "load and attach a pipeline")
 
     @contextmanager
     def _exclusive(self, at_rest: bool = False) -> Iterator[None]:
@@ -313,6 +323,7 @@ class Attachment:
 
         ``at_rest``: inside, the pipeline reports the CPU as its device. A `detach` that was requested inside is done on exit.
         """
+        self._refuse_forked()
         with self._lock:
             self._refresh_components()
             removed = remove_interceptors(self._modules)

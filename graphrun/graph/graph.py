@@ -82,6 +82,13 @@ class Component:
         """The source of its weights in ``precision``; None: they are random."""
         return self.gguf or None if precision == "gguf" else self.source
 
+    def permission(self, precision: str, device: str = "device") -> str | None:
+        """What a caller must allow before a plan holds the component in ``precision`` and computes on ``device`` (``device``,
+        ``cpu``): a precision, ``cpu``, or "" for nothing. None: the graph does not list it."""
+        if precision not in self.precision or (device == "cpu" and precision != self.precision[0]):
+            return None
+        return "cpu" if device == "cpu" else "" if precision == self.precision[0] else precision
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -116,6 +123,10 @@ class Stage:
     def references(self) -> tuple[Reference, ...]:
         """The references among the arguments, in the order of the file."""
         return tuple(_references(list(self.arguments.values())))
+
+    def permission(self, option: str) -> str | None:
+        """What a caller must allow before a plan runs the stage with ``option``; "": nothing. None: the graph does not list it."""
+        return OPERATIONS[self.op].options[option] if option in self.options else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +270,7 @@ class Graph:
         Raises InputError for a name that means nothing in this graph.
         """
         precisions = {precision for component in self.components.values() for precision in component.precision[1:]}
-        options = {OPERATIONS[stage.op].options[option] for stage in self.stages for option in stage.options} - {""}
+        options = {stage.permission(option) or "" for stage in self.stages for option in stage.options} - {""}
         known = sorted({*precisions, *options, "cpu"})
         asked = [name.strip() for text in names for name in text.split(",")]
         if unknown := [name for name in asked if name not in known and name != "precision"]:

@@ -149,7 +149,8 @@ class Variant:
     @property
     def helper(self) -> int:
         """Number of the helper that it computes on, from 1; 0: the device itself, or the CPU."""
-        return int(self.device.removeprefix("device") or 0) if self.device != "cpu" else 0
+        number = self.device.removeprefix("device")
+        return int(number) if number.isdecimal() else 0
 
     @property
     def locked_bytes(self) -> int:

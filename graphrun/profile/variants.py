@@ -109,7 +109,7 @@ def _in_backing_stores(
             if quantized and not stored
             else 0,
             read_bytes=() if component.source_in(precision) is None or in_files == block_bytes else in_files,
-            needs="" if precision == component.precision[0] else precision,
+            needs=component.permission(precision) or "",
         )
 
 

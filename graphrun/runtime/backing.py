@@ -40,7 +40,7 @@ class BlockWriter(Protocol):
 @dataclass(slots=True)
 class _BlockRead:
     """The read of one block into ``buffer``, which is placement ``number`` of a bounce buffer. ``join`` waits for its end;
-    ``marks`` then hold its start and end, ``nbytes`` the bytes from files."""
+    ``marks`` then hold its start and end (of page-locking its end), ``nbytes`` the bytes from files."""
 
     buffer: torch.Tensor
     number: int
@@ -169,9 +169,8 @@ class Arena(BackingStore):
         found, device = _BlockRead(self.memory, 0), self.device
 
         def job() -> None:
-            start = device.mark("lock")
             self.pin()
-            found.marks = start, device.mark("lock")
+            found.marks = (device.mark("lock"),)
 
         found.join = device.background(job, "lock")
         self._locking = found
@@ -206,7 +205,7 @@ class Arena(BackingStore):
         self.wait_read(path, "copy")
         if self._locking is not None:
             self._locking.join()
-            self.device.wait("copy", self._locking.marks[1])
+            self.device.wait("copy", self._locking.marks[-1])
             self._locking = None
         return self.block(path)
 
@@ -218,8 +217,6 @@ class Arena(BackingStore):
             found.join()
             self._finished.append((path, found.nbytes, (found.marks[0], found.marks[1])))
         self._reads.clear()
-        if self._locking is not None:
-            self._locking.join()
         return super().finish_reads()
 
     def abandon(self) -> None:

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from graphrun.errors import OutOfMemory, PlanError
 from graphrun.graph.graph import Graph
 from graphrun.model.plan import Drop, Plan
+from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
 from graphrun.modules.build import on_host
 from graphrun.modules.source_files import commits_of
@@ -158,8 +159,8 @@ class Session:
 
 
 def refuse_unfit(solution: Solution, graph: Graph) -> None:
-    """Raises PlanError when the plan is for another problem, graph or commit of the weights, or violates a rule of
-    `verify.check`."""
+    """Raises PlanError when the plan is for another problem, graph or commit of the weights, claims that a choice needs another
+    permission than by the graph, or violates a rule of `verify.check`."""
     problem = solution.problem
     if problem.graph_digest != graph.digest:
         raise PlanError(
@@ -173,7 +174,23 @@ def refuse_unfit(solution: Solution, graph: Graph) -> None:
                 f"the plan was made at commit {commit} of {repository}, which is at {here[repository]} now: plan again, "
                 f"or name the commit, as in source: {name}@{commit}"
             )
+    for choice, needs, own in _permissions(problem, graph):
+        if needs != own:
+            listed = "the graph does not list it" if own is None else f"by the graph, it needs {own or 'nothing'}"
+            raise PlanError(f"by the plan, {choice} needs {needs or 'nothing'}; {listed}: plan again")
     refuse_broken(solution)
+
+
+def _permissions(problem: Problem, graph: Graph) -> Iterator[tuple[str, str, str | None]]:
+    """Every choice of ``problem``, with the permission it needs by ``problem`` and by ``graph`` (None: not listed there)."""
+    for component in problem.components:
+        own = graph.components.get(component.name)
+        for of in component.variants:
+            yield f"{component.name} {of.name}", of.needs, own.permission(of.precision, of.device) if own else None
+    stages = {stage.name: stage for stage in graph.stages}
+    for option in problem.options:
+        stage = stages.get(option.stage)
+        yield f"{option.stage} with {option.name}", option.needs, stage.permission(option.name) if stage else None
 
 
 def refuse_broken(solution: Solution) -> None:

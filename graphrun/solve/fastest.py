@@ -28,6 +28,7 @@ from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import StageChoice, stage_choices
 from graphrun.solve.program import Choice, Program, program_of
 from graphrun.solve.search import REFINE_GOALS, Answer, can_reach, choose
+from graphrun.solve.sessions import choose_for, many_runs
 from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
 from graphrun.verify.solution import checked_solution
@@ -104,7 +105,8 @@ def _solve_as_split(problem: Problem, known: Formulation | None = None, *, basel
     if surely_infeasible(problem):
         return None
     found, every = stage_choices(problem)
-    first = choose([known if known and known.program == each.program else Formulation(each.program) for each in found])
+    programs = [each.program for each in found]
+    first = choose([known]) if known and [known.program] == programs else choose_for(programs)
     if first is None:
         return None
     program, best = _refined(problem, found[first.number], first, baselines)
@@ -135,10 +137,12 @@ def _refined(problem: Problem, chosen: StageChoice, first: Answer, baselines: bo
         slots = (*last.simulation.slots[: program.run_length], *last.simulation.again)
         delays = (slot.seconds / seconds if seconds > 0 else 1.0 for slot, seconds in zip(slots, predicted, strict=False))
         factors = tuple(factor * max(1.0, by) for factor, by in zip(factors, delays, strict=True))
-        answer = choose([Formulation(program, factors)], REFINE_GOALS)
+        answer = choose_for([program], factors, REFINE_GOALS)
         if answer is None:
             break
         last = candidate_of(answer.choice)
+        if many_runs(problem) and best.rank() <= last.rank():
+            break
         best = min(best, last, key=_Candidate.rank)
     if broken := check(problem, best.plan):
         raise BrokenPlan(f"the planner made a plan that breaks its rules, which is a bug: {broken[0]}")
@@ -171,7 +175,7 @@ def _deeper_rings(program: Program, choice: Choice) -> Iterator[Choice]:
     for depth in DEEPER:
         if not program.excess_bytes(wider := replace(choice, depths=np.maximum(depth, choice.depths))):
             yield wider
-        if (answer := choose([Formulation(program, depth=depth)], REFINE_GOALS)) is not None:
+        if (answer := choose_for([program], (), REFINE_GOALS, depth)) is not None:
             yield answer.choice
 
 

@@ -40,7 +40,7 @@ ZERO, ONE = Linear(), Linear({}, 1.0)
 class Formulation:
     """Rows and columns of ``program``. ``factors[t]`` multiplies the copy times of interval t, empty: 1; ``margins``: bytes to keep
     free; ``minimised_tier``: host tier whose bytes are to be minimised; ``depth``: blocks a ring holds at once, unless
-    single-buffered.
+    single-buffered; ``leaves``: blocks per group to be on the device at the end.
 
     Goals, in scaled units: ``seconds``; ``copying``, seconds of copying blocks; ``moved``, bytes copied; ``memory``, the peak plus
     a little of the mean, so that nothing is loaded earlier than useful; ``peak`` alone; ``tier_bytes``, bytes of the tier to
@@ -54,9 +54,11 @@ class Formulation:
         margins: Margins | None = None,
         minimised_tier: Tier | None = None,
         depth: int = BUFFERED_BLOCKS,
+        leaves: Sequence[int] = (),
     ) -> None:
         self.program, problem, intervals = program, program.problem, program.intervals
         self.factors, self.margins, self.minimised_tier, self.depth = factors, margins or {}, minimised_tier, depth
+        self.leaves = leaves
         self.bytes_unit = max(1, problem.effective_bytes) / MEMORY_SCALE
         self.seconds_unit = max(program.reference_seconds, 1e-9) / TIME_SCALE
         model = self.model = MilpModel(COARSE_GAP if any(group.by_layer for group in program.groups) else GAP)
@@ -83,10 +85,14 @@ class Formulation:
                 singles |= dict.fromkeys(single.terms, cost)
         for gap, spilled in zip(program.spill_gaps, self._spills, strict=True):
             moved.append(spilled * (intervals[gap.back].weight * gap.nbytes / self.bytes_unit))
-        if program.session:  # a further run starts with blocks that are present at the end of the first run and at its own end
-            start, end = program.run_length, len(intervals) - 1
+        end = len(intervals) - 1
+        if program.session and program.part != "first":  # a further run starts with blocks that the runs before it leave
+            start = 0 if program.part else program.run_length
             for j in range(len(program.groups)) if start != end else ():
                 model.add(self._kept(j, start, end))
+        for j, count in enumerate(leaves):
+            after = self.present[end][j] + self.loaded[end][j]
+            model.add(after >= float(count) if program.groups[j].movable else after.equals(float(count)))
         self.seconds, self.moved, self.copying = total(seconds), total(moved), total(copying)
         self.memory = total([Linear(singles), *occupied, self.peak])
         self.tier_bytes = self._add_host_rows()
@@ -110,7 +116,7 @@ class Formulation:
         self._held: list[list[Linear]] = []  # empty where it is held from its read on
         for number, (of, chosen) in enumerate(zip(program.variant_choices, self.chosen, strict=True)):
             first = program.first_use(number) if of.read_seconds is not None else -1
-            reads = {t: model.binary() for t in range(first + 1)}
+            reads = {t: model.binary() for t in range(first + 1)} if program.part != "further" else {}
             if reads:
                 model.add(total(reads.values()).equals(chosen))
             held: list[Linear] = []
@@ -129,7 +135,8 @@ class Formulation:
             return self._held[number][t]
         if self._reads[number]:
             return total(read for at, read in self._reads[number].items() if at <= t)
-        return self.chosen[number] if self.program.variant_choices[number].read_seconds is None else ZERO
+        read = self.program.variant_choices[number].read_seconds is None or self.program.part == "further"
+        return self.chosen[number] if read else ZERO
 
     def _always_holds(self, number: int, t: int) -> bool:
         """Whether it is certainly held in interval ``t`` if the variant is chosen."""
@@ -163,7 +170,8 @@ class Formulation:
             model.add(after <= all_of)
             if (whole or kept) and chosen.terms:
                 model.add(present >= all_of)
-            model.add(self._kept(j, t, t - 1))
+            if t or self.program.part != "further":
+                model.add(self._kept(j, t, t - 1))
             if not calls:
                 copies.append(loaded)
                 self._require_backing_store(t, group, loaded)

@@ -9,10 +9,13 @@ from itertools import islice, pairwise, product
 from graphrun.model.choices import reorder, stages_of
 from graphrun.model.problem import Problem
 from graphrun.solve.dominance import undominated_variants
+from graphrun.solve.milp import Formulation
 from graphrun.solve.program import Program, program_of
 
 # Of orders times options. Graphs of stages are nearly chains: four independent encoders make 24 orders.
 MOST_STAGE_CHOICES = 512
+# Columns of the programs of all of them together, which take about 10 s; but FEW_STAGE_CHOICES are solved whatever they take.
+MOST_STAGE_COLUMNS, FEW_STAGE_CHOICES = 2**16, 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +29,26 @@ class StageChoice:
 
 def stage_choices(problem: Problem, *, dominated: bool = False) -> tuple[list[StageChoice], bool]:
     """The candidate programs of ``problem`` at its granularity: every order with every combination of options, own order first; and
-    whether these are all (see `MOST_STAGE_CHOICES`). ``dominated``: with all usable variants, not only those worth solving for."""
+    whether these are all (see `MOST_STAGE_CHOICES`, `MOST_STAGE_COLUMNS`). ``dominated``: with all usable variants, not only those
+    worth solving for."""
     plain = stages_of(problem)
     choices = [
         ("", *(of.name for of in problem.options if of.stage == stage and (not of.needs or of.needs in problem.allow)))
         for stage in plain
     ]
-    every = list(islice(product(topological_orders(problem), product(*choices)), MOST_STAGE_CHOICES + 1))
-    found = []
+    pairs = ((order, names) for order in topological_orders(problem) for names in product(*choices))
+    every = list(islice(pairs, MOST_STAGE_CHOICES + 1))
+    found, most = list[StageChoice](), MOST_STAGE_CHOICES
     for order, names in every[:MOST_STAGE_CHOICES]:
+        if len(found) == FEW_STAGE_CHOICES:
+            most = max(FEW_STAGE_CHOICES, MOST_STAGE_COLUMNS // Formulation(found[0].program).model.size)
+        if len(found) >= most:
+            break
         options = tuple((stage, name) for stage, name in zip(plain, names, strict=True) if name)
         asked = order if order != plain else ()
         of = reorder(problem, asked, dict(options)) if asked or options else replace(problem, precedence=None, options=())
         found.append(StageChoice(program_of(of, None if dominated else undominated_variants(of)), asked, options))
-    return found, len(every) <= MOST_STAGE_CHOICES
+    return found, len(found) == len(every)
 
 
 def topological_orders(problem: Problem) -> Iterator[tuple[str, ...]]:

@@ -60,7 +60,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -200,8 +200,8 @@ class Program:
     """A problem as variant choices, block groups and intervals. The end slot is not an interval, because it only evicts.
 
     ``run_length``: number of intervals of one run. In a session, the intervals of the further run follow, from that index on.
-    Arrays have a row per interval and a column per group. Methods that take a `Choice` need a program with one variant per
-    component, as `with_variants` returns it."""
+    ``part``: the run of a session that the program is of (see `alone`), "" for both. Arrays have a row per interval and a column
+    per group. Methods that take a `Choice` need a program with one variant per component, as `with_variants` returns it."""
 
     problem: Problem
     variant_choices: tuple[VariantChoice, ...]
@@ -209,11 +209,21 @@ class Program:
     intervals: tuple[Interval, ...]
     spill_gaps: tuple[SpillGap, ...]
     run_length: int
+    part: Literal["", "first", "further"] = ""
 
     @property
     def session(self) -> bool:
         """Whether the problem is a session: a first run and further ones."""
-        return self.run_length < len(self.intervals)
+        return self.problem.runs > 1
+
+    def alone(self, part: Literal["", "first", "further"]) -> Program:
+        """The program of one of a session's runs, executed once; "" for both. A further run alone begins with what it leaves, and
+        all backing stores are read before it."""
+        if not part:
+            return self
+        of = self.intervals[: self.run_length] if part == "first" else self.intervals[self.run_length :]
+        gaps = tuple(gap for gap in self.spill_gaps if gap.out < self.run_length)
+        return replace(self, intervals=tuple(replace(each, weight=1.0) for each in of), spill_gaps=gaps, part=part)
 
     @cached_property
     def choices_of(self) -> list[list[int]]:
@@ -443,7 +453,7 @@ class Program:
 
     def with_variants(self, variants: Sequence[int]) -> Program:
         """The program in which each component has one variant only: the one at this index."""
-        return program_of(self.problem, tuple((variant,) for variant in variants))
+        return program_of(self.problem, tuple((variant,) for variant in variants)).alone(self.part)
 
     @property
     def reference_seconds(self) -> float:

@@ -89,7 +89,7 @@ def choose(formulations: Sequence[Formulation], goals: Sequence[Goal] = GOALS) -
         if not excess:
             return Answer(number, program, choice, bound, proven, of.model.size > LARGE)
         more = {tier: of.margins.get(tier, 0) + MARGIN_GROWTH**trial * nbytes for tier, nbytes in excess.items()}
-        formulations[number] = Formulation(of.program, of.factors, {**of.margins, **more}, depth=of.depth)
+        formulations[number] = Formulation(of.program, of.factors, {**of.margins, **more}, depth=of.depth, leaves=of.leaves)
     raise BrokenPlan("the solver found no plan where one exists, which is a bug; report it with the JSON form of the problem")
 
 
@@ -170,7 +170,7 @@ def minimise_over(
         if answer is None:
             continue
         found[n] = answer
-        best = min(best, answer.value * unit)
+        best = min(best, max(0.0, answer.value * unit))  # 0 may come as -1e-15, which its own limit would exclude
         least = min(least, answer.bound * unit)
     most = best * (1 + 2 * SLACK)  # HiGHS may violate the cutoff row by its tolerance
     good = {n: answer for n, answer in sorted(found.items()) if answer.value * goals[n][1] <= most}

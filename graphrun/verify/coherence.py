@@ -12,6 +12,7 @@ from typing import Any
 
 from graphrun.model.phase_trace import CALL, PhaseTrace
 from graphrun.model.problem import ComponentNumbers, Hardware, PhaseNumbers, Problem, Use, Variant
+from graphrun.reading import printable
 
 # Larger numbers of bytes, seconds and calls overflow 64 bits when they are added up.
 _MOST = 2.0**53
@@ -24,6 +25,12 @@ def incoherent(problem: Problem) -> Iterator[str]:
     yield from _odd_numbers("problem", problem)
     if problem.runs < 1:
         yield f"problem.runs is {problem.runs}"
+    names = [group.name for c in problem.components for of in (c, c.layers) if of is not None for group in of.groups]
+    names += [*(component.name for component in problem.components), *(value.name for value in problem.values)]
+    names += [text for option in problem.options for text in (option.stage, option.name)]
+    for name in (*names, *(phase.stage for phase in problem.phases)):
+        if printable(name) != name or set(name) & set('\n\t"\\'):  # it may be written into a script or a plan's text
+            yield f"{name!r} is no name"
     yield from _twice("components", [component.name for component in problem.components])
     yield from _twice("phases", [phase.name for phase in problem.phases])
     yield from _twice("values", [value.name for value in problem.values])

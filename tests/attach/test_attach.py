@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -297,3 +299,42 @@ def test_a_pipeline_on_meta_is_planned_as_the_live_one_is() -> None:
     assert graphrun.plan(bare).plan == graphrun.plan(problem).plan
     with pytest.raises(InputError, match="until"):
         graphrun.estimate(live, vram="1G", hardware="sim", inputs=inputs, until="decode")
+
+
+def _refusals(attached: Attached, answers: Any) -> None:
+    """What a forked process is told, put into ``answers`` as text."""
+    pipe = attached.pipe
+    uses = (attached.seeded, lambda: pipe.vae.decode(torch.zeros(1)), lambda: pipe.to(torch.float32), attached.attachment.release)
+    for use in uses:
+        try:
+            use()
+        except InputError as error:
+            answers.put(str(error))
+    attached.attachment.detach()
+    answers.put("detached")
+
+
+def test_a_forked_process_is_refused_at_once_also_while_a_call_runs(sd: Attached) -> None:
+    """A thread that holds the device's lock stands for a call of the parent: in the child nobody gives it back."""
+    fork, (taken, done) = multiprocessing.get_context("fork"), (threading.Event(), threading.Event())
+
+    def hold() -> None:
+        with sd.attachment._lock:
+            taken.set()
+            done.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    taken.wait()
+    answers = fork.SimpleQueue()
+    child = fork.Process(target=_refusals, args=(sd, answers))
+    child.start()
+    child.join(20)
+    hung = child.is_alive()
+    child.kill()
+    done.set()
+    holder.join()
+    assert not hung
+    for _ in range(4):
+        assert f"the attached pipeline belongs to process {multiprocessing.current_process().pid}" in answers.get()
+    assert answers.get() == "detached"

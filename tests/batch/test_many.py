@@ -88,7 +88,9 @@ class FailsIn(Watcher):
         self.seen.append((request.number, request.error))
 
 
-@pytest.mark.parametrize(("run", "failed"), [(1, [1, 3]), (3, [1]), (8, [2])])
+@pytest.mark.parametrize(
+    ("run", "failed"), [(1, [1, 3]), *(pytest.param(*of, marks=pytest.mark.sweep("faults")) for of in ((3, [1]), (8, [2])))]
+)
 def test_a_request_whose_run_fails_is_reported_and_the_others_run(batch: Any, run: int, failed: list[int], tmp_path: Path) -> None:
     requests = [{"prompt": "a", "seed": 1}, {"prompt": "b", "seed": 2}, {"prompt": "a", "seed": 3}, {"prompt": "b", "seed": 4}]
     watcher = FailsIn(run)

@@ -16,9 +16,12 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import graphrun as package
-from graphrun.errors import GraphError, InputError, StageError
+from graphrun.errors import GraphError, InputError, PlanError, StageError
+from graphrun.model.problem import StageOption
 from graphrun.report.outputs import save_outputs
+from graphrun.runtime.executor import refuse_unfit
 from graphrun.verify.check import check
+from graphrun.verify.coherence import incoherent
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 Cli = Callable[..., tuple[int, str, str]]
@@ -92,6 +95,64 @@ def test_an_order_that_lacks_a_block(make_problem: Callable[..., Any]) -> None:
         assert {violation.rule for violation in check(changed, replace(plan, problem=changed.digest))} == {"problem"}
 
 
+@pytest.mark.long
+def test_a_plan_file_allows_nothing(graphrun: Cli, tmp_path: Path) -> None:
+    encode = ("--device", "sim", "--vram", "6M", "--until", "encode")
+    code, out, _ = graphrun("plan", FLUX, *encode, "--allow", "cpu", "-o", "plan.json")
+    assert (code, "next: graphrun run plan.json --allow cpu" in out) == (0, True)
+    code, out, err = graphrun("run", "plan.json", "-o", "embeds.safetensors")
+    assert (code, out) == (2, "")
+    assert "plan.json: was made with --allow cpu, which may change the output, and a plan file allows nothing by itself" in err
+    assert graphrun("explain", "plan.json")[0] == 0
+    assert "leave --allow out" in graphrun("explain", "plan.json", "--allow", "cpu")[2]
+    assert "leave --ram out" in graphrun("run", "plan.json", "--allow", "cpu", "--ram", "1M")[2]
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+    assert graphrun("run", "plan.json", "-o", "embeds.safetensors", "--allow", "cpu")[0] == 0
+    assert (tmp_path / "embeds.safetensors").exists()
+
+
+def _changed(problem: Any, **fields: Any) -> Any:
+    """``problem`` with ``fields`` of every variant replaced."""
+    changed = [replace(c, variants=tuple(replace(v, **fields) for v in c.variants)) for c in problem.components]
+    return replace(problem, components=tuple(changed))
+
+
+FORGED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "the CPU": (lambda p: _changed(p, device="cpu"), "text_encoder bfloat16 pinned cpu needs nothing; by the graph, it needs cpu"),
+    "a precision": (
+        lambda p: _changed(p, precision="nf4"),
+        "text_encoder nf4 pinned device needs nothing; the graph does not list it",
+    ),
+    "an option": (
+        lambda p: replace(p, options=(StageOption("decode", "tiling", p.phases[-1:]),)),
+        "decode with tiling needs nothing; the graph does not list it",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), FORGED.values(), ids=FORGED)
+def test_a_plan_file_does_not_say_what_needs_no_permission(
+    change: Callable[[Any], Any], message: str, make_problem: Callable[..., Any]
+) -> None:
+    found = package.plan(make_problem("flux-tiny", 6 * 2**20))
+    problem = change(found.problem)
+    forged = replace(found, problem=problem, plan=replace(found.plan, problem=problem.digest))
+    with pytest.raises(PlanError, match=f"by the plan, {message}: plan again"):
+        refuse_unfit(forged, package.load(FLUX))
+
+
+def test_names_of_a_plan_are_no_code(make_problem: Callable[..., Any]) -> None:
+    """Names of block groups stand in the docstring of an exported script, and names of options in a comment."""
+    problem = make_problem("flux-tiny", 6 * 2**20)
+    (first, *others), phases = problem.components, problem.phases[-1:]
+    groups = (replace(first.groups[0], name='x"""+print(1)+"""'), *first.groups[1:])
+    renamed = replace(problem, components=(replace(first, groups=groups, layers=None), *others))
+    option = replace(problem, options=(StageOption(phases[0].stage, "x\nprint(1)", phases),))
+    assert not list(incoherent(problem))
+    for forged in (renamed, option):
+        assert [text for text in incoherent(forged) if "is no name" in text]
+
+
 NOISE = [Image.effect_noise((16, 16), 20.0 + n).convert("RGB") for n in range(3)]
 
 
@@ -157,4 +218,4 @@ def test_names_of_a_plan_reach_a_terminal_as_escapes(graphrun: Cli, tmp_path: Pa
     for command in (["check"], ["plan"], ["explain"], ["run"]):
         code, out, err = graphrun(*command, "odd.json")
         assert not set(ODD) & set(out + err) - set("evil31m]0;x")
-        assert command != ["plan"] or (code, "e\\x9b31mvil\\u202e\\x1b]0;x\\x07\\u2066\\r" in out) == (0, True)
+        assert command != ["plan"] or (code, "e\\x9b31mvil\\u202e\\x1b]0;x\\x07\\u2066" in out) == (0, True)

@@ -11,6 +11,7 @@ from graphrun.profile.problems import Limits, problem_of
 from graphrun.profile.recording import DryRun
 from graphrun.profile.survey import survey
 from graphrun.report.estimate_screen import estimate_screen
+from graphrun.report.screen import Look
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +61,9 @@ def test_a_dry_run_read_back_gives_the_same_survey(dry: Any, flux: dict[str, Any
 
 
 def test_the_screen_has_a_row_for_each_component_and_phase(flux: dict[str, Any]) -> None:
-    lines = estimate_screen(flux).splitlines()
-    assert lines[0].startswith("estimate flux-dev  ")
+    lines = estimate_screen(flux, Look(verbose=True)).splitlines()
+    assert lines[0].startswith("needs 34.8 GiB with everything on the device: does not fit on rtx4090 (24 GiB);")
+    assert lines[2].startswith("estimate flux-dev  ")
     assert any(line.startswith(" transformer ") and "22.17*" in line and "19 + 38" in line for line in lines)
     assert sum("traced, prior" in line for line in lines) == 4
 

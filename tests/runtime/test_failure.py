@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from campaign import sampled
 from small_component import ON, PREFETCH, WIDE, Small, device_of, plain, plan_of, problem, run, untouched, use
 
 from graphrun.errors import BrokenPlan, GraphrunError, OutOfMemory, TransferFailed
@@ -61,10 +62,11 @@ def test_every_copy_may_fail(case: Case) -> None:
     assert torch.equal(case.run(), case.expected)
 
 
-def test_every_allocation_may_fail(case: Case) -> None:
+@pytest.mark.parametrize("every", sampled([7, 1], [7], "faults"))
+def test_every_allocation_may_fail(case: Case, every: int) -> None:
     allocations, _ = counted(case)
     assert allocations > 50
-    for n in range(1, allocations + 1):
+    for n in range(1, allocations + 1, every):
         case.device.machine.fail_allocation = n
         with pytest.raises(OutOfMemory, match="injected fault"):
             case.run()

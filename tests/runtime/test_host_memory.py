@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from small_component import WIDE, Small, device_of, hardware, plain, plan_of, problem, run, use
 from stored_component import host_of, in_backing_store, saved
 
+from graphrun.errors import GraphrunError
 from graphrun.model.problem import Hardware
 from graphrun.trace import Trace
 from graphrun.verify.simulate import simulate
@@ -113,3 +115,45 @@ def test_memory_is_page_locked_by_a_thread_of_its_own(tmp_path: Path, monkeypatc
         monkeypatch.setattr(device, "pin", lambda arena: (lockers.append(threading.current_thread().name), pin(arena)))
         case.run(device)
     assert lockers == ["lock_0"] * 2
+
+
+class Joined:
+    """Page-locks memory no earlier than somebody waits for it; ``pending`` are the jobs that nobody waited for yet."""
+
+    def __init__(self, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pending, self._background = list[Callable[[], None]](), device.background
+        monkeypatch.setattr(device, "background", self.background)
+
+    def background(self, job: Callable[[], None], queue: str = "disk") -> Callable[[], None]:
+        if queue != "lock":
+            return cast(Callable[[], None], self._background(job, queue))
+        self.pending.append(job)
+
+        def join() -> None:
+            if job in self.pending:
+                self.pending.remove(job)
+                job()
+
+        return join
+
+
+@pytest.mark.parametrize("text", [STREAMED, BESIDE_RESIDENT], ids=["streamed", "resident"])
+def test_copies_wait_for_page_locking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    case = Case(tmp_path, text, "pinned", ["a"] * 4 + ["b"] * (text is BESIDE_RESIDENT), ON)
+    device = device_of(case.problem)
+    locks = Joined(device, monkeypatch)
+    case.run(device)
+    assert not locks.pending
+
+
+def test_memory_is_not_freed_while_it_is_page_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reads fail, so that nothing is copied."""
+    case = Case(tmp_path, BESIDE_RESIDENT, "pinned", ["a"] * 4 + ["b"], ON)
+    device = device_of(case.problem)
+    locks = Joined(device, monkeypatch)
+    host = host_of(case.problem, case.folders, device)
+    for file in case.folders["a"].iterdir():
+        file.unlink()
+    with pytest.raises(GraphrunError):
+        run(case.problem, case.plan, host, device, case.calls)
+    assert not locks.pending

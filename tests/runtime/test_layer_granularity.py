@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from campaign import sampled
 from whole_pipelines import AMPLE, GRAPHS, TinyPipeline, pixels, streamed
 
 from graphrun.graph.loading import load
@@ -36,7 +37,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, ["flux-tiny", "wan-tiny"], "layers"))
 def test_the_output_is_the_plain_pipelines_in_the_planned_bytes_and_time(name: str) -> None:
     whole = TinyPipeline(name, {"steps": 2, **CASES[name]})
     least = smallest_budget(whole.within(1 << 40, by_layer=True))
@@ -65,7 +66,7 @@ def test_a_second_run_and_one_at_block_granularity_after_it_are_the_same() -> No
     assert all(np.array_equal(pixels(trace.outputs["image"]), whole.image) for trace in (first, second, third))
 
 
-@pytest.mark.parametrize("precision", ["float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("precision", sampled(["float16", "bfloat16", "int8"], ["int8"], "layers"))
 def test_layers_in_every_precision_give_the_bits_of_the_resident_ones(precision: str) -> None:
     flux = load(GRAPHS / "flux-tiny.yaml")
     inputs, own = flux.resolve({"steps": 1}), flux.components

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from campaign import sampled
 from whole_pipelines import AMPLE, TinyPipeline, pixels
 
 from graphrun.model.allocator import LARGE_PAGE_BYTES, ROUND_BYTES, Caching
@@ -31,8 +32,9 @@ def page_bytes(scale: float) -> int:
     return round_up(int(LARGE_PAGE_BYTES * scale), ROUND_BYTES)
 
 
-@pytest.mark.parametrize(("name", "budget", "scale"), CASES)
-def test_a_run_reserves_what_was_planned(name: str, budget: int, scale: float) -> None:
+@pytest.mark.parametrize("case", sampled(CASES, CASES[:1], "pages"), ids=str)
+def test_a_run_reserves_what_was_planned(case: tuple[str, int, float]) -> None:
+    name, budget, scale = case
     whole = TinyPipeline(name, {"steps": 2})
     problem = problem_of(whole.graph, whole._probed, simulated(scale), Limits(budget, AMPLE), whole.inputs)
     solution = solve(problem)
@@ -48,6 +50,7 @@ def test_a_run_reserves_what_was_planned(name: str, budget: int, scale: float) -
             assert abs(slot.peak_bytes - peak) <= 2 * page_bytes(scale), slot.name
 
 
+@pytest.mark.sweep("pages")
 def test_a_session_reserves_what_was_planned() -> None:
     whole = TinyPipeline("flux-tiny", {"steps": 2})
     limits = Limits(4 * MIB, AMPLE, runs=3)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from campaign import sampled
 from safetensors.torch import save_file
 from whole_pipelines import GRAPHS, pixels, plain_image
 
@@ -118,7 +119,7 @@ def test_a_component_may_compute_on_the_cpu(flux: Case, image: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*has rows of.*in nf4:RuntimeWarning")
-@pytest.mark.parametrize("precision", ["nf4", "int8", "fp8"])
+@pytest.mark.parametrize("precision", sampled(["nf4", "int8", "fp8"], ["int8"], "precisions"))
 def test_a_quantized_component_is_read_and_computes_as_planned(flux: Case, stored: Graph, precision: str) -> None:
     transformer = replace(stored.components["transformer"], precision=(precision,))
     graph = replace(stored, components={**stored.components, "transformer": transformer})
@@ -134,7 +135,7 @@ def test_a_quantized_component_is_read_and_computes_as_planned(flux: Case, store
     assert trace.disk_bytes_read == pytest.approx(files_bytes, rel=0.02), "the files hold 16 bits, whatever is made of them"
 
 
-@pytest.mark.parametrize("precision", ["nf4", "int8", "fp8", "float16", "float32"])
+@pytest.mark.parametrize("precision", sampled(["nf4", "int8", "fp8", "float16", "float32"], ["nf4", "float16"], "precisions"))
 def test_a_precision_streamed_is_that_precision_resident(flux: Case, precision: str) -> None:
     pictures, streams = [], []
     for problem in (flux.within(AMPLE), flux.tight()):

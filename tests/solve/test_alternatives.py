@@ -41,7 +41,7 @@ def test_an_infeasible_alternative_names_the_phase_and_the_smallest_budget() -> 
     assert [need.phase for need in whole.needs] == ["denoise/0:transformer"]
     assert whole.needs[0].weights_bytes > of.effective_bytes
     screen = alternatives_screen(solve(of), "transformer", alternatives(solve(of), "transformer"))
-    assert f"it takes --vram {whole.smallest_budget_bytes}" in screen
+    assert f"({whole.smallest_budget_bytes} bytes)" in screen
     assert "does not fit" in screen
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tracemalloc
 from dataclasses import replace
 from itertools import permutations
 from typing import Any
@@ -14,12 +15,12 @@ from planner_problems import GIB, MIB, component, flux, hardware, problem
 from planner_random import random_problem
 
 from graphrun.model.plan import Drop, Read, Restore, Spill
-from graphrun.model.problem import PhaseNumbers, Problem, Use, ValueNumbers
+from graphrun.model.problem import PhaseNumbers, Problem, StageOption, Use, ValueNumbers
 from graphrun.solve.actions import plan_of
 from graphrun.solve.baselines import BASELINES, fitting
 from graphrun.solve.least import has_usable_variants
 from graphrun.solve.milp import Formulation
-from graphrun.solve.orders import MOST_STAGE_CHOICES, stage_choices, topological_orders
+from graphrun.solve.orders import MOST_STAGE_CHOICES, MOST_STAGE_COLUMNS, stage_choices, topological_orders
 from graphrun.solve.pages import solved
 from graphrun.solve.program import program_of
 from graphrun.solve.search import Answer, choose
@@ -124,8 +125,32 @@ def test_no_more_orders_are_looked_at_than_the_bound() -> None:
     assert len(set(found)) == len(found) == MOST_STAGE_CHOICES + 1
     assert found[0] == stages
     assert all(sorted(each) == sorted(stages) and each.index("s0") < each.index("s29") for each in found)
-    choices, every = stage_choices(ordered(stages, ((stages[0], stages[29]),)))
-    assert (len(choices), choices[0].order, every) == (MOST_STAGE_CHOICES, (), False)
+
+
+def columns(problem: Problem) -> list[int]:
+    return [Formulation(each.program).model.size for each in stage_choices(problem)[0]]
+
+
+def test_no_more_is_solved_than_the_bounds() -> None:
+    few, many = (tuple(f"s{number}" for number in range(count)) for count in (4, 30))
+    assert len(columns(ordered(few, ()))) == 24
+    choices, every = stage_choices(ordered(many, ()))
+    assert (choices[0].order, every) == ((), False)
+    found = columns(ordered(many, ()))
+    assert 24 < len(found) < MOST_STAGE_CHOICES
+    assert sum(found) <= MOST_STAGE_COLUMNS + max(found)
+
+
+def test_combinations_of_options_are_not_all_made() -> None:
+    stages = tuple(f"s{number}" for number in range(11))
+    of = ordered(stages, None)
+    options = [StageOption(phase.stage, name, (phase,)) for phase in of.phases for name in "xy"]
+    tracemalloc.start()
+    choices, every = stage_choices(replace(of, options=tuple(options)))  # 3^11 combinations
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert not every
+    assert peak < 20 * MIB
 
 
 def test_a_chain_is_ordered_without_networkx(monkeypatch: pytest.MonkeyPatch) -> None:

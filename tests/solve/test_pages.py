@@ -133,6 +133,7 @@ def test_equal_calls_are_replayed_once_and_count_the_same(make_problem: Any) -> 
         pages.Caching = before  # type: ignore[misc]
 
 
+@pytest.mark.sweep("pages")
 def test_a_byte_below_the_smallest_budget_nothing_is_found_and_at_it_a_plan(flux: Problem) -> None:
     least = smallest_budget(flux)
     assert smallest_tensor_budget(flux) < least < smallest_tensor_budget(flux) + 500 * MIB
@@ -141,7 +142,7 @@ def test_a_byte_below_the_smallest_budget_nothing_is_found_and_at_it_a_plan(flux
     error = refused.value
     assert (error.binding, error.smallest_budget_bytes) == ("VRAM", least)
     assert any(("--vram", str(least)) in repair.change for repair in error.repairs)
-    assert f"smallest budget found: --vram {least}" in infeasible_screen(error)
+    assert f"smallest budget found: --vram 3.4G ({least} bytes)" in infeasible_screen(error)
     solution = solve(replace(flux, budget_bytes=least))
     assert solution.simulation.peak_bytes == solution.problem.effective_bytes
 
