@@ -66,7 +66,7 @@ def two_cards(budget_bytes: int = 8000) -> Problem:
     used = (("te", 1), ("dit", 9))
     components = []
     for name, _ in used:
-        made = component(name, ("k", 4, 1024), seconds_per_byte=1 / 1024)
+        made = component(name, ("k", 4, 1024), seconds_per_byte=1 / 256)
         there = replace(made.variants[0], device="device1", streamable=False, slowdown=1.01)
         components.append(replace(made, variants=(made.variants[0], there)))
     phases = tuple(PhaseNumbers(f"s{name}", 0, (Use(name, n, (n,), (1.0,), crossing=(512, 512)),), 0, 512, 512) for name, n in used)
@@ -75,13 +75,12 @@ def two_cards(budget_bytes: int = 8000) -> Problem:
 
 
 def test_where_the_first_device_is_short_the_encoder_is_on_the_second() -> None:
-    assert on_helpers(two_cards(10_000), solve(replace(two_cards(10_000), runs=9)).plan.variants) == []
-    short = replace(two_cards(5000), runs=9)
+    short = replace(two_cards(5000), runs=100)
     solution = solve(short)
     assert on_helpers(short, solution.plan.variants) == ["te"]
     assert "variant te bfloat16 pinned device1" in str(solution.plan)
     assert solution.simulation.again_moved_bytes == 0
-    assert solution.simulation.total_seconds < solve(replace(short, helpers=())).simulation.total_seconds
+    assert solution.simulation.total_seconds < solve(replace(short, helpers=(Helper(hardware(), 0),))).simulation.total_seconds
 
 
 def test_a_device_map_with_numbers_is_a_plan() -> None:
