@@ -109,8 +109,14 @@ def _solve_as_split(problem: Problem, known: Formulation | None = None, *, basel
     first = choose([known]) if known and [known.program] == programs else choose_for(programs)
     if first is None:
         return None
-    program, best = _refined(problem, found[first.number], first, baselines)
-    objective, least = program.seconds(best.choice), first.program.seconds(first.choice)
+    pairs = [(first, found[first.number])]
+    if first.large and problem.helpers:  # found within a gap, in which a plan for the first device alone may be faster
+        alone = [replace(each, program=of) for each in found if (of := each.program.on_first_device()) is not None]
+        if (second := choose_for([each.program for each in alone])) is not None:
+            pairs.append((second, alone[second.number]))
+    refined = [(*_refined(problem, chosen, answer, baselines), answer) for answer, chosen in pairs]
+    program, best, answer = min(refined, key=lambda each: each[1].rank())
+    objective, least = program.seconds(best.choice), answer.program.seconds(answer.choice)
     gap = max(0.0, least - first.bound) / least if least > 0 else 0.0
     proven = every and first.proven and gap <= PROVEN_GAP
     return Solution(problem, best.plan, best.simulation, proven, min(first.bound, objective), objective, gap)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from campaign import sampled
@@ -14,6 +16,8 @@ from graphrun.diffusers_.device_map import plan_for
 from graphrun.errors import InputError
 from graphrun.model.plan import parse
 from graphrun.model.problem import Helper, PhaseNumbers, Problem, Use
+from graphrun.profile import hardware as devices
+from graphrun.profile.problems import Limits, problem_of
 from graphrun.solve.actions import plan_of
 from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import stage_choices
@@ -81,6 +85,24 @@ def test_where_the_first_device_is_short_the_encoder_is_on_the_second() -> None:
     assert "variant te bfloat16 pinned device1" in str(solution.plan)
     assert solution.simulation.again_moved_bytes == 0
     assert solution.simulation.total_seconds < solve(replace(short, helpers=(Helper(hardware(), 0),))).simulation.total_seconds
+
+
+@pytest.mark.sweep("helpers")
+def test_a_large_problem_is_no_slower_with_a_helper_than_without(dry: Any) -> None:
+    """It is solved within a gap, in which the plan with the helper was slower."""
+    graph, probed, inputs = dry("flux-dev")
+
+    def seconds(*helpers: Helper) -> float:
+        limits = Limits(24 * 2**30, 64 * 2**30, runs=10, helpers=helpers)
+        return solve(problem_of(graph, probed, devices.hardware("rtx4090"), limits, inputs)).simulation.total_seconds
+
+    assert seconds(Helper(devices.hardware("rtx3060"), 12 * 2**30)) <= seconds()
+
+
+def test_a_problem_with_one_device_says_nothing_of_others() -> None:
+    text = json.dumps(problem(8000, (component("a", ("k", 4, 1024)),), (PhaseNumbers("s", 0, (), 0, 0, 0),)).to_json())
+    assert not [word for word in ("helper", "crossing") if word in text]
+    assert "helper" in json.dumps(two_cards().to_json())
 
 
 def test_a_device_map_with_numbers_is_a_plan() -> None:
