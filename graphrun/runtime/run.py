@@ -181,7 +181,7 @@ class Run:
         Raises OutOfMemory when the device has less memory than the remaining slots need.
         """
         after = self._open.index + 1 if self._open is not None else 0
-        for number, device in enumerate(self._device.every):
+        for number, device in enumerate(self._device.every[: len(self._problem.helpers) + 1]):
             available, needed = device.available_bytes, max((peaks[number] for peaks in self._peaks[after:]), default=0)
             if available < needed:
                 self._at_failure[number] = device.peak_bytes, available

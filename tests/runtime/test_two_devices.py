@@ -65,6 +65,7 @@ def flux() -> tuple[Graph, Problem]:
     return graph, graphrun.estimate(graph, vram=budgets(graph, 1), ram="8G", hardware="sim", inputs=SMALL)
 
 
+@pytest.mark.sweep("helpers")
 def test_memory_that_vanishes_on_a_helper_has_the_remaining_stages_planned_again(flux: tuple[Graph, Problem]) -> None:
     graph, problem = flux
     here = replace(problem, budget_bytes=problem.budget_bytes * 2)
@@ -91,7 +92,7 @@ def test_memory_that_vanishes_on_a_helper_has_the_remaining_stages_planned_again
     assert [each.allocated_bytes for each in device.every] == [0, 0]
 
 
-@pytest.mark.long
+@pytest.mark.sweep("helpers")
 def test_a_helper_reserves_the_pages_that_were_planned(flux: tuple[Graph, Problem]) -> None:
     graph, _ = flux
     problem = graphrun.estimate(graph, vram=budgets(graph, 1), ram="8G", hardware="sim:pages=0.0005", inputs=SMALL)
