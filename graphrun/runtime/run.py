@@ -149,11 +149,12 @@ class Run:
             after = self._tiers(output_bytes)
         found = tuple(Tier(name, self._before[name], after_bytes) for name, after_bytes in after.items())
         for tier in found:
-            on_device = tier.name.startswith("device")
-            if tier.left_bytes and (on_device or not keep):
+            if tier.left_bytes and tier.name.startswith("device"):
                 where = device.every[int(tier.name.removeprefix("device") or 0)]
-                held = f"on the {tier.name} after the run: {leftovers(where, host.modules)}"
-                raise BrokenPlan(f"{show_size(tier.left_bytes)} stayed {held if on_device else f'in {tier.name} on the host'}")
+                held = leftovers(where, host.modules)
+                raise BrokenPlan(f"{show_size(tier.left_bytes)} stayed on the {tier.name} after the run: {held}")
+            if tier.left_bytes and not keep:
+                raise BrokenPlan(f"{show_size(tier.left_bytes)} stayed in {tier.name} on the host")
         return self._trace(self._slots, outputs=outputs, tiers=found, sources=host.sources)
 
     def finished(self, todo: Sequence[str]) -> Trace:
