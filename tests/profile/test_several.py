@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-import graphrun
+import graphrun as api
 from graphrun.errors import InputError
 from graphrun.profile.several import Asked, per_device
 
@@ -37,4 +37,10 @@ def test_what_does_not_fit_together_is_refused_with_what_was_meant(given: Any, s
 
 def test_devices_of_one_run_are_of_one_kind() -> None:
     with pytest.raises(InputError, match="rtx4090 is a cuda device, sim is a sim device"):
-        graphrun.estimate(graphrun.load("flux-tiny"), vram="8G,8G", hardware="rtx4090,sim")
+        api.estimate(api.load("flux-tiny"), vram="8G,8G", hardware="rtx4090,sim")
+
+
+def test_a_comma_in_place_of_a_point_is_refused_on_the_command_line(graphrun: Any) -> None:
+    code, _, errors = graphrun("plan", "flux-tiny", "--vram", "7,5G", "--device", "sim")
+    assert code == 2
+    assert "did you mean 7.5G?" in errors
