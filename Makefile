@@ -10,12 +10,13 @@ QUICK  := tests/graph tests/solve tests/report/test_golden.py tests/report/test_
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: run quick test sweep fuzz lint golden cast tables wheel clean
+.PHONY: run quick test sweep fuzz lint golden cast tables docs wheel clean
 
 run: $(STAMP)
 	@mkdir -p out
 	$(BIN)/graphrun plan flux-dev --vram 8G --ram 64G --hardware rtx4090 -o out/flux-dev.plan.json
-	$(BIN)/graphrun run flux-tiny --device sim --vram 6M --overwrite --output out/flux-tiny.png --plan out/flux-tiny.plan.json --trace out/flux-tiny.trace.json
+	$(BIN)/graphrun run shapes --device sim --vram 4M --overwrite \
+		--output out/shapes.png --plan out/shapes.plan.json --trace out/shapes.trace.json
 
 # Half a minute: graph files, the solver, the checker, screens.
 quick: $(STAMP)
@@ -48,6 +49,12 @@ wheel: $(STAMP)
 
 tables: $(STAMP)
 	$(BIN)/python benchmarks/graph_table.py
+
+# The site of docs/ in out/site, from pages that docs/pages.py writes from the code, and those that people write.
+docs: $(STAMP)
+	$(BIN)/python docs/pages.py
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 golden: $(STAMP)
 	$(BIN)/python -m pytest tests/report --update-golden

@@ -36,7 +36,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from peers_cell import GRAPHS, graph_file, process, subject  # noqa: E402
+from peers_cell import GRAPHS, graph_file, hardware_for, process, subject  # noqa: E402
 from peers_tools import OWN, TOOLS  # noqa: E402
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "diffusers-mm", "mmgp", "highspy")
@@ -142,7 +142,7 @@ class Bench:
         """graphrun's problem without limits."""
         import graphrun
 
-        hardware = "sim" if self.asked.device == "sim" else None
+        hardware = hardware_for(of.model, self.asked.device)
         return graphrun.estimate(of.graph, vram=1 << 50, ram=1 << 50, hardware=hardware, inputs=of.given, cache=Path(self.cache))
 
     def model(self, name: str) -> None:

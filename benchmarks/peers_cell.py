@@ -37,6 +37,10 @@ GRAPHS = {
 }
 """Model -> its graph in small, for sim, and at full size, for CUDA."""
 
+PAGES = {"flux": 3.27e-4, "sdxl": 3.53e-3, "cogview4": 3.64e-4, "hidream": 8.31e-5, "wan": 2.78e-4}
+"""Model -> weights of its small graph over those of the full one (of the components that both have, by `graphrun estimate`): the
+size of sim's pages over that of a card's."""
+
 NAMES = {"steps": "num_inference_steps", "frames": "num_frames"}
 SEED = 3
 
@@ -46,13 +50,18 @@ def graph_file(model: str, device: str) -> Path:
     return ROOT / "graphs" / f"{GRAPHS[model][device != 'sim']}.yaml"
 
 
+def hardware_for(model: str, device: str) -> str | None:
+    """What graphrun plans for: ``sim``, counting in pages; None: the card."""
+    return f"sim:pages={PAGES[model]:g}" if device == "sim" else None
+
+
 class Subject:
     """A model: its graph, inputs, weights, and the pipeline over them."""
 
     def __init__(self, model: str, device: str, steps: int) -> None:
         import graphrun
 
-        graph = graphrun.load(graph_file(model, device))
+        self.model, graph = model, graphrun.load(graph_file(model, device))
         self.graph = _unrounded(graph.without_sources() if graph.source is not None else graph)
         self.given = {key: value for key, value in {"seed": SEED, "steps": steps}.items() if key in graph.inputs}
         self.inputs = self.graph.resolve(self.given | {k: "a lighthouse" for k, i in graph.inputs.items() if i.required})
@@ -260,16 +269,14 @@ def _problem(of: Subject, graph: Any, asked: Mapping[str, Any], device: str) -> 
     import graphrun
 
     cap = asked["cap_bytes"]
-    if device == "sim":
-        hardware, vram = "sim", cap or 1 << 40
-    else:
-        hardware, vram = None, "90%" if cap is None else cap + _context_bytes()
+    outside = 0 if device == "sim" else _context_bytes()
+    ample = 1 << 40 if device == "sim" else "90%"
     return graphrun.estimate(
         graph,
-        vram=vram,
+        vram=ample if cap is None else cap + outside,
         ram=asked["ram_bytes"] or 1 << 40,
         runs=2 if asked["tool"] == SESSION else 1,
-        hardware=hardware,
+        hardware=hardware_for(asked["model"], device),
         inputs={key: value for key, value in of.given.items() if key in graph.inputs},
         cache=Path(asked["cache"], "stored" if asked["folder"] else "") if asked.get("cache") else None,
     )
@@ -291,7 +298,7 @@ def cell(asked: Mapping[str, Any]) -> dict[str, Any]:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    on = instrument(asked["device"], asked["cap_bytes"])
+    on = instrument(asked["device"], asked["cap_bytes"], hardware_for(asked["model"], asked["device"]))
     books, told = Books(on), io.StringIO()
     found: dict[str, Any] = {"status": "finished", "message": ""}
     work: Callable[..., dict[str, Any]] = _graphrun if asked["tool"] in OWN else _peer

@@ -50,15 +50,15 @@ class Instrument(Protocol):
 
 
 class Sim:
-    """The simulated accelerator with ``cap_bytes``, and the rates that plans for hardware ``sim`` assume."""
+    """The simulated accelerator ``named`` (``sim``, ``sim:pages=FACTOR``) with ``cap_bytes``, and the rates of its plans."""
 
     name = "sim"
 
-    def __init__(self, cap_bytes: int | None) -> None:
-        from graphrun.profile.hardware import simulated
+    def __init__(self, cap_bytes: int | None, named: str = "sim") -> None:
+        from graphrun.profile.hardware import hardware
         from graphrun.runtime.devices.open import open_hardware
 
-        device: Any = open_hardware(simulated())
+        device: Any = open_hardware(hardware(named))
         self.machine = device.machine
         self.machine.capacity_bytes = cap_bytes
         self.device = torch.device("sim:0")
@@ -102,7 +102,7 @@ class Sim:
         return max(self._highest_bytes, self.machine.peak_bytes)
 
     def reserved_peak_bytes(self) -> int | None:
-        """None: nothing is cached."""
+        """None: where memory counts in pages, `peak_bytes` does."""
         return None
 
     def reset_peak(self) -> None:
@@ -257,6 +257,6 @@ def reading_files() -> Iterator[None]:
         files.load_file = plain
 
 
-def instrument(name: str, cap_bytes: int | None) -> Instrument:
-    """``sim`` or ``cuda``, capped."""
-    return Sim(cap_bytes) if name == "sim" else Cuda(cap_bytes)
+def instrument(name: str, cap_bytes: int | None, hardware: str | None) -> Instrument:
+    """``sim`` or ``cuda``, capped. ``hardware``: the name of the simulated accelerator."""
+    return Sim(cap_bytes, hardware or name) if name == "sim" else Cuda(cap_bytes)

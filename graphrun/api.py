@@ -42,15 +42,16 @@ if TYPE_CHECKING:
     from graphrun.trace import Trace
 
 
-def load(path: str | Path, *, trust: Iterable[str] = ()) -> Graph:
+def load(path: str | Path, *, trust: Iterable[str] = (), source: str | None = None) -> Graph:
     """The graph in the YAML file at ``path``, or graphrun's own of that name: ``"flux-dev"``. Raises GraphError with file and line.
 
     By default the file may name modules, schedulers, tokenizers, processors and pipelines of diffusers and transformers.
     ``trust``: packages of which it may name any class, and so run code. The file's own ``allow:`` only requests them.
+    ``source``: a folder, file or repository (``owner/name@revision``) in place of the graph's own ``source:``.
     """
     from graphrun.graph.loading import load as read
 
-    return read(path, trust)
+    return read(path, trust, source)
 
 
 def estimate(
@@ -276,6 +277,8 @@ def from_pipeline(pipe: Any) -> LivePipeline:
 def attach(
     pipe: Any,
     *,
+    components: Mapping[str, Any] | None = None,
+    entries: Iterable[str] = (),
     vram: str | int | Sequence[str | int] | None = None,
     ram: str | int = "auto",
     pinned: str | int | None = None,
@@ -293,12 +296,14 @@ def attach(
     tell: Callable[[str], None] | None = None,
 ) -> Attachment:
     """Manages the placement of the weights of ``pipe``, a diffusers pipeline on the CPU; replaces ``pipe.to("cuda")`` and
-    ``enable_model_cpu_offload()``.
+    ``enable_model_cpu_offload()``. ``pipe`` may also be any object that holds modules and computes on its ``device``.
 
     Each call of the pipeline (and of its methods and components) is planned within the budgets from a dry run of that call, then
     executed by the plan. Results are those of a pipeline that is entirely on the device. ``attached.report()`` shows planned and
     measured numbers of the last call. ``attached.detach()``, or leaving it as a context manager, undoes it.
 
+    ``components``     of an object that is no pipeline of diffusers: all of its modules with weights, by names for the plan
+    ``entries``        the methods of such an object that are planned; its other methods run as they are
     ``between_calls``  ``warm``: a call is planned as one of many like it, and weights stay on the device as its plan says;
                        ``empty``: nothing stays. `Attachment.release` empties the device on demand, and so does an error
     ``budget``         in place of ``vram``, ``ram``, ``pinned`` and ``disk``: pipelines attached with one `Budget` share it. The
@@ -314,7 +319,7 @@ def attach(
     """
     from graphrun.diffusers_.attach import Attachment, hardware_of
     from graphrun.diffusers_.live import components_of
-    from graphrun.diffusers_.proxy import refuse_placed
+    from graphrun.diffusers_.proxy import refuse_placed, refuse_unnamed
     from graphrun.graph.graph import Directives
     from graphrun.model.problem import Helper
     from graphrun.profile.host_ram import ram_budget
@@ -324,6 +329,8 @@ def attach(
     from graphrun.runtime.devices.open import open_hardware
     from graphrun.store import CallStore
 
+    methods = tuple(entries)
+    refuse_unnamed(pipe, components, methods)
     refuse_placed(pipe)
     own = Budget(vram, ram, pinned, disk)
     if budget is not None and (own.vram, own.ram, own.pinned, own.disk) != (None, "auto", None, None):
@@ -345,11 +352,12 @@ def attach(
     rows = zip(several, cards, opened.every, strict=True)
     vram_bytes, *others = [_free_bytes(at, of) if row.vram is None else _vram_bytes(row.vram, of) for row, of, at in rows]
     helpers = tuple(Helper(of, nbytes) for of, nbytes in zip(cards[1:], others, strict=True))
-    ram_bytes = ram_budget(budget.ram, components_of(pipe).values())
+    ram_bytes = ram_budget(budget.ram, components_of(pipe, components).values())
     host = _size(budget.pinned, "pinned", ram_bytes), _size(budget.disk, "disk")
     demands = Directives(tuple(keep), tuple(exclude), _size(reserve, "reserve") or 0, tuple(pin))
     limits = Limits(vram_bytes, ram_bytes, *host, RUNS if between_calls == "warm" else 1, tuple(allow), helpers)
-    return Attachment(pipe, opened, cards[0], limits, demands, budget, tell, CallStore(Store(cache)) if cache is not None else None)
+    store = CallStore(Store(cache)) if cache is not None else None
+    return Attachment(pipe, opened, cards[0], limits, demands, budget, tell, store, components, methods)
 
 
 def run_many(

@@ -30,15 +30,18 @@ from graphrun.graph.graph import Graph
 from graphrun.graph.settings import settings_of
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
+from graphrun.ops.steps import Journal
 from graphrun.runtime.devices.device import Device, device_lock
 from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.executor import Session as Runs
 from graphrun.runtime.executor import refuse_unfit, stages_for
 from graphrun.runtime.host import Host
+from graphrun.runtime.recovery import run_to_the_end
 from graphrun.systems import refuse_forked
 from graphrun.trace import Tier, Trace
 
 LOOKAHEAD = 32  # the most waiting runs that are examined before a change of plan
+KEPT_PLANS = 64  # of a session in memory; those used longest ago are planned, or read from ``cache``, again
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +109,35 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def run(self, inputs: Mapping[str, Any] | None = None, *, progress: Callable[[int, int, int], None] | None = None) -> Trace:
+    @property
+    def current(self) -> Solution | None:
+        """The plan of the last run; None where the next one starts with an empty device."""
+        return self._current.solution if self._current is not None and self._runs is not None and self._runs.begun else None
+
+    def run(
+        self,
+        inputs: Mapping[str, Any] | None = None,
+        *,
+        progress: Callable[[int, int, int], None] | None = None,
+        journal: Journal | None = None,
+    ) -> Trace:
         """Runs once, after the runs submitted before. Returns the trace, with the outputs. May be called from any thread.
 
         Raises what `graphrun.run` raises; the next run then starts with an empty device.
         """
-        return self.submit(inputs, progress=progress).result()
+        return self.submit(inputs, progress=progress, journal=journal).result()
 
     def submit(
-        self, inputs: Mapping[str, Any] | None = None, *, progress: Callable[[int, int, int], None] | None = None
+        self,
+        inputs: Mapping[str, Any] | None = None,
+        *,
+        progress: Callable[[int, int, int], None] | None = None,
+        journal: Journal | None = None,
     ) -> Future[Trace]:
         """Queues a run and returns its future.
+
+        ``progress`` and ``journal`` are as for `graphrun.run`; a loop that the journal resumes must have two steps left, since a
+        plan has a first call and further ones.
 
         Raises InputError for inputs that the graph refuses, and after `close`. What planning other sizes raises is in the future.
         """
@@ -126,11 +147,16 @@ class Session:
             if self._closed:
                 raise InputError("the session is closed; create a new one")
             self._waiting.append(values)
-            return self._worker.submit(self._run, progress)
+            return self._worker.submit(self._run, progress, journal)
 
     def map(self, inputs: Iterable[Mapping[str, Any]]) -> list[Trace]:
         """Runs once for each of ``inputs``, and returns the traces in their order."""
         return [future.result() for future in [self.submit(each) for each in inputs]]
+
+    def release(self) -> None:
+        """Waits for the current run, and frees the device and the host: the next run starts as the first one did."""
+        with device_lock(self.device.name):
+            self._release()
 
     def close(self) -> tuple[Tier, ...]:
         """Waits for the current run, cancels the waiting ones, and frees everything. Returns bytes before and after, per tier.
@@ -146,7 +172,7 @@ class Session:
             self._release()
         return tuple(Tier(name, self._before[name], after_bytes) for name, after_bytes in self.device.tiers().items())
 
-    def _run(self, progress: Callable[[int, int, int], None] | None) -> Trace:
+    def _run(self, progress: Callable[[int, int, int], None] | None, journal: Journal | None) -> Trace:
         with self._state:
             values = self._waiting.popleft()
         with device_lock(self.device.name):
@@ -155,11 +181,12 @@ class Session:
             chosen = self._choose(values, found)
             host, runs = self._activate(chosen)
             precomputed = {name: found[name] for name in (str(reference)[1:] for reference in chosen.graph.precomputed)}
-            arguments: dict[str, Any] = {"precomputed": precomputed}
+            arguments: dict[str, Any] = {"precomputed": precomputed, "journal": journal}
             if reuse is not None:
                 choices = choices_of(chosen.solution)
                 arguments["after_stage"] = lambda stage, outputs: reuse.keep(stage, outputs, choices)
-            return runs.run(stages_for(chosen.solution.plan, chosen.graph, values, self.device, host, **arguments), progress)
+            stages = stages_for(chosen.solution.plan, chosen.graph, values, self.device, host, **arguments)
+            return run_to_the_end(chosen.solution, stages, host, self.device, progress, session=runs)
 
     def _choose(self, values: Mapping[str, Any], found: Mapping[str, Any]) -> PlannedGraph:
         """The plan for a run whose outputs ``found`` are cached: for the whole graph, or without the stages of ``found``.
@@ -203,7 +230,10 @@ class Session:
             graph = self.graph.with_precomputed(problem.precomputed)
             refuse_unfit(solution, graph)
             self._planned[key] = PlannedGraph(graph, solution)
-        return self._planned[key]
+        self._planned[key] = planned = self._planned.pop(key)  # to the end: the first is the one used longest ago
+        if len(self._planned) > KEPT_PLANS:
+            del self._planned[next(iter(self._planned))]
+        return planned
 
     def _reuse(self, values: Mapping[str, Any]) -> Reuse | None:
         if self._cache_options is None:

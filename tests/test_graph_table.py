@@ -11,7 +11,7 @@ from campaign import sampled
 
 ROOT = Path(__file__).parent.parent
 ROWS = (ROOT / "docs" / "graphs.md").read_text().splitlines()
-GRAPHS = sorted(path.stem for path in (ROOT / "graphs").glob("*.yaml") if not path.stem.endswith("-tiny"))
+GRAPHS = sorted(path.stem for path in (ROOT / "graphs").glob("*.yaml") if not path.stem.endswith("-tiny") and path.stem != "shapes")
 SAMPLE = ("cogview4", "pyramid-flow", "sd3")
 
 

@@ -14,6 +14,7 @@ from graphrun.batch.queue import Batch
 from graphrun.batch.requests import Request, read_requests
 from graphrun.batch.watch import Watcher
 from graphrun.cli.common import budgeted, hardware_for, load, say, show
+from graphrun.cli.downloads import asked_for, downloaded
 from graphrun.cli.options import Asked
 from graphrun.cli.running import Stop, files_for, refuse_rate, saved, stopping
 from graphrun.errors import InputError, Interrupted
@@ -51,6 +52,7 @@ def run_batch(
     requests = read_requests(inputs) if inputs is not None else [Request(1, {}, where="the inputs")]
     requests = [_with_rate(request, graph, target, asked.inputs) for request in requests]
     told, files = None if as_json else say, dict[int, list[str]]()
+    downloaded(asked_for(graph.without_sources() if options["random_weights"] else graph, told), told)
 
     def sink(request: Request, outputs: Mapping[str, Any]) -> list[Path]:
         to = numbered(target, request.number) if inputs is not None else target

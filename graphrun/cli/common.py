@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graphrun import api
+from graphrun.cli.downloads import Told, asked_for
 from graphrun.cli.options import Asked
 from graphrun.cli.terminal import alive, coloured, width
 from graphrun.errors import GraphrunError, InputError, PlanError
@@ -29,6 +30,7 @@ from graphrun.units import show_size
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
     from graphrun.model.problem import Problem
+    from graphrun.modules.needs import Download
 
 
 JSON_VERSION = 1
@@ -61,7 +63,7 @@ class Planned:
 
     ``source`` is the graph's file, ``saved`` that of a plan that was read. ``solution`` is None until the graph is planned.
     ``solve_seconds`` is None where the plan was found in the cache, or read from a file without it. ``precomputed``: cached stage
-    outputs by name, whose stages are not planned.
+    outputs by name, whose stages are not planned. ``downloads``: what a run of it takes from the hub and is not here.
     """
 
     graph: Graph
@@ -70,6 +72,7 @@ class Planned:
     solve_seconds: float | None = None
     saved: Path | None = None
     precomputed: dict[str, Any] = field(default_factory=dict)
+    downloads: list[Download] = field(default_factory=list)
 
 
 def named(path: Path, asked: Asked, *, to_run: bool = False) -> Planned:
@@ -93,13 +96,19 @@ def _allowing(problem: Problem) -> str:
     return shlex.join(word for name in problem.allow for word in ("--allow", name))
 
 
-def planned(made: Planned, asked: Asked, reuse: str, *, to_run: bool = False, random_weights: bool = False) -> Planned:
+def planned(
+    made: Planned, asked: Asked, reuse: str, *, to_run: bool = False, random_weights: bool = False, told: Told = None
+) -> Planned:
     """Plans the graph of ``made``, unless it has a plan. Bad input is refused first, since planning takes seconds.
 
-    ``to_run``: the plan is about to be run, so inputs and device are checked too. ``reuse``: which cached stage outputs take the
-    place of their stages (``encoded``, ``all``, ``none``).
+    ``to_run``: the plan is about to be run, so inputs, device and sources are checked too; ``told`` gets a line for each
+    repository that something is to be downloaded from. ``reuse``: which cached stage outputs take the place of their stages
+    (``encoded``, ``all``, ``none``); none where weights are missing, since outputs are cached by their content.
     """
     graph, inputs, cache = made.graph, asked.inputs, cache_folder(asked.no_cache)
+
+    def sources_of(of: Graph) -> list[Download]:
+        return asked_for(of.without_sources() if random_weights else of, told) if to_run else []
 
     def cached(of: Graph, values: Mapping[str, Any], hardware: Any, what: Any, allow: Any) -> dict[str, Any]:
         """The stage outputs that earlier runs cached for these inputs, by name."""
@@ -111,12 +120,17 @@ def planned(made: Planned, asked: Asked, reuse: str, *, to_run: bool = False, ra
     if made.solution is not None:
         if not to_run:
             return made
+        from graphrun.profile import hardware as devices
+
         problem = made.solution.problem
         values = api.planned_inputs(problem, graph, inputs)
         graph = graph.until(problem.until)
+        if problem.hardware.device == "cuda" and devices.found() is None:
+            raise InputError("no CUDA device found to run on, and the plan is for one; plan with --device sim to run it there")
+        downloads = sources_of(graph.with_precomputed(problem.precomputed))
         encoded = all(graph.stage(name).op == "encode_prompt" for name in problem.precomputed)
         what = "none" if not problem.precomputed else "encoded" if encoded else "all"
-        return replace(made, precomputed=cached(graph, values, problem.hardware, what, problem.allow))
+        return replace(made, precomputed=cached(graph, values, problem.hardware, what, problem.allow), downloads=downloads)
     if to_run:
         graph.resolve(inputs)
     from graphrun.profile.several import per_device
@@ -125,6 +139,8 @@ def planned(made: Planned, asked: Asked, reuse: str, *, to_run: bool = False, ra
     each = [hardware_for(of.hardware, of.device, to_run, cache) for of in several]
     hardware = each[0]
     asked = budgeted(asked, hardware)
+    if downloads := sources_of(graph):
+        reuse = "none"
     if not to_run:  # planning compiles nothing; without dynamo the libraries import a second faster
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     precomputed = cached(graph, inputs, hardware, reuse, asked.allow or ())
@@ -146,7 +162,8 @@ def planned(made: Planned, asked: Asked, reuse: str, *, to_run: bool = False, ra
                 found = (*error.repairs, *remedies(graph, inputs, arguments["allow"], estimate))
                 error.repairs = tuple(sorted(found, key=lambda repair: (repair.changes_output, repair.seconds)))
             raise
-    return replace(made, solution=solution, solve_seconds=seconds[0] if seconds else None, precomputed=precomputed)
+    took = seconds[0] if seconds else None
+    return replace(made, solution=solution, solve_seconds=took, precomputed=precomputed, downloads=downloads)
 
 
 def echo(text: str, *, nl: bool = True, err: bool = False) -> None:
@@ -227,7 +244,7 @@ def load(path: Path, asked: Asked) -> Graph:
     """The graph in the file at ``path``, with the options ``--trust-package`` and ``--until``. Raises InputError for a plan."""
     if path.suffix == ".json":
         raise InputError(f"{path} is a plan; give the graph (YAML) that it was made from")
-    return api.load(path, trust=asked.trust_package or ()).until(asked.until)
+    return api.load(path, trust=asked.trust_package or (), source=asked.source).until(asked.until)
 
 
 def checked_reuse(reuse: str) -> Any:

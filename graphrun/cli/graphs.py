@@ -17,7 +17,7 @@ KINDS = ("mermaid", "dot", "svg")
 
 
 @app.command()
-@shared("hardware", "device", "set_", "trust_package", "no_cache")
+@shared("hardware", "device", "set_", "trust_package", "source", "no_cache")
 def graph(
     graph: OnlyGraph,
     asked: Asked,

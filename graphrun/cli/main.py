@@ -23,7 +23,7 @@ from graphrun.limits import LIMITS, raise_limits
 
 # Commands join the app when they are imported: in the order of --help.
 # isort: off
-from graphrun.cli import plans, teams, run, graphs, importing, interop, maintenance  # noqa: F401
+from graphrun.cli import plans, teams, run, serving, graphs, importing, interop, maintenance  # noqa: F401
 
 # isort: on
 

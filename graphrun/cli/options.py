@@ -77,6 +77,12 @@ class Asked:
     reserve: Annotated[str | None, typer.Option(help="Part of the VRAM budget left to other programs.", show_default=False)] = None
     until: Annotated[str | None, typer.Option(help="A stage: plan only what its outputs need.", show_default=False)] = None
     trust_package: Trust = None
+    source: Annotated[
+        str | None,
+        typer.Option(
+            help="A folder, file or repository (owner/name@revision) in place of the graph's own source.", show_default=False
+        ),
+    ] = None
     no_cache: NoCache = False
 
     @property
@@ -107,7 +113,7 @@ class Asked:
     def refuse_for_plan(self, path: Any, *, to_run: bool) -> None:
         """Raises InputError where an option is set that the plan saved at ``path`` has fixed already. ``to_run``: what the plan may
         choose is allowed again."""
-        free = ("set_", "no_cache", "trust_package", *(["allow"] if to_run else []))
+        free = ("set_", "no_cache", "trust_package", "source", *(["allow"] if to_run else []))
         own = [field.name for field in fields(self) if field.name not in free]
         if set_names := [name for name in own if getattr(self, name) != _DEFAULTS[name]]:
             flags = ", ".join(f"--{name}" for name in set_names)

@@ -93,7 +93,7 @@ def explain(
 
 
 @app.command()
-@shared("hardware", "device", "set_", "keep", "pinned", "until", "trust_package", "no_cache")
+@shared("hardware", "device", "set_", "keep", "pinned", "until", "trust_package", "source", "no_cache")
 def estimate(
     graph: OnlyGraph,
     asked: Asked,

@@ -11,10 +11,12 @@ from typing import Annotated
 
 import typer
 
+import graphrun
 from graphrun import api
 from graphrun.cli.common import AsJson, GraphFile, app, cache_folder, checked_reuse, look, named, planned, say, show
+from graphrun.cli.downloads import downloaded
 from graphrun.cli.options import Asked, Outputs, Overwrite, Reuse, Verbose, shared
-from graphrun.cli.running import files_for, made_of, saved, stopping
+from graphrun.cli.running import files_for, saved, stopping
 from graphrun.cli.terminal import coloured
 from graphrun.errors import InputError, Interrupted
 from graphrun.report import plan_files as planfile
@@ -70,6 +72,7 @@ def run(
         many = {"random_weights": random_weights, "cache": cache, "reuse": what}
         run_batch(graph, asked, inputs, output, as_json=as_json, resume=resume, strict=strict, overwrite=overwrite, **many)
         return
+    from graphrun.report.outputs import made_of
     from graphrun.report.perfetto import trace_json
     from graphrun.report.preview import Preview
     from graphrun.report.progress import Progress
@@ -81,7 +84,7 @@ def run(
     made = named(graph, asked, to_run=True)
     until = made.solution.problem.until if made.solution is not None else ""
     target = files_for(made.graph.until(until), output, asked.inputs, overwrite=overwrite)
-    made = planned(made, asked, what, to_run=True, random_weights=random_weights)
+    made = planned(made, asked, what, to_run=True, random_weights=random_weights, told=told)
     solution, shown = made.solution, replace(look(made, asked, verbose), then="")
     values = api.planned_inputs(solution.problem, made.graph, asked.inputs)
     if told is not None:
@@ -89,6 +92,7 @@ def run(
         verdict = "\n".join((shown.first(fits(solution, shown.made)), *precomputed))
         coloured(plan_screen(solution, made.solve_seconds, shown) if verbose else verdict)
         sys.stdout.flush()  # before the progress on stderr
+    downloaded(made.downloads, told)
     progress = Progress(solution.plan, solution.simulation, told)
     try:
         with progress, stopping(told) as stop:
@@ -119,7 +123,7 @@ def run(
         folder = trace_file.resolve().parent
         files = [os.path.relpath(Path(path).resolve(), folder) for path in written]
         about = {"date": datetime.now().astimezone().isoformat(" ", "minutes"), "files": files}
-        about |= made_of(made.graph, values, solution.problem.digest)
+        about |= made_of(made.graph.name, values, solution.problem.digest, graphrun.__version__)
         planfile.write_json(trace_file, trace_json(trace_file.name, trace, plan, about))
     show(summary, as_json, measured_screen(solution, trace, written, shown))
     if broken_caps(solution, trace):

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from graphrun.report.outputs import FPS, VIDEOS, Files, output_files, require_rate, save_outputs
+import graphrun
+from graphrun.report.outputs import FPS, VIDEOS, Files, made_of, output_files, require_rate, save_outputs
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
@@ -73,26 +74,14 @@ def refuse_rate(files: Files, graph: Graph, inputs: Mapping[str, Any]) -> None:
         require_rate(files, _rate(files, graph, inputs))
 
 
-def made_of(graph: Graph, inputs: Mapping[str, Any], plan: str) -> dict[str, Any]:
-    """What an output is made of, for its metadata: graph, all inputs (media by their size), digest of the plan, versions."""
-    import diffusers
-    import torch
-    import transformers
-
-    import graphrun
-    from graphrun.graph.media import told
-
-    plain = {name: value if isinstance(value, str | int | float) else told(value) for name, value in inputs.items()}
-    libraries = {of.__name__: of.__version__ for of in (torch, diffusers, transformers)}
-    return {"graph": graph.name, "inputs": plain, "plan": plan, "versions": {"graphrun": graphrun.__version__, **libraries}}
-
-
 def saved(outputs: Mapping[str, Any], target: Files, graph: Graph, inputs: Mapping[str, Any], plan: str) -> list[Path]:
     """Writes ``outputs`` and returns the files; videos with the frame rate of ``graph`` or of its pipeline.
 
     ``inputs``: all of them; with ``plan``, the plan's digest, they go into the metadata of the files.
     """
-    return save_outputs(outputs, target, _rate(target, graph, inputs) or FPS, made_of(graph, inputs, plan))
+    return save_outputs(
+        outputs, target, _rate(target, graph, inputs) or FPS, made_of(graph.name, inputs, plan, graphrun.__version__)
+    )
 
 
 def _rate(files: Files, graph: Graph, inputs: Mapping[str, Any]) -> float | None:

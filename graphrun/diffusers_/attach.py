@@ -33,7 +33,17 @@ import torch
 
 from graphrun.diffusers_.call_arguments import signature_of
 from graphrun.diffusers_.dry_call import Call, MetaPipeline
-from graphrun.diffusers_.live import components_of, graph_of, merge_shared, own_class, packages_of, pipelines_in, state_of
+from graphrun.diffusers_.live import (
+    components_of,
+    graph_of,
+    is_pipeline,
+    merge_shared,
+    own_class,
+    packages_of,
+    pipelines_in,
+    settings_of,
+    state_of,
+)
 from graphrun.diffusers_.proxy import PipelineProxy, dtype_of_to, remove_interceptors
 from graphrun.diffusers_.residence import Leftovers, LiveHost, device_bytes
 from graphrun.errors import InputError
@@ -51,6 +61,7 @@ from graphrun.report.screen import measured_screen, plan_screen
 from graphrun.report.summary import summarize
 from graphrun.runtime.devices.device import Device, device_lock
 from graphrun.runtime.executor import follow
+from graphrun.sim.autocast import dtype_on
 from graphrun.solve.solve import solve
 from graphrun.solve.transitions import continued
 from graphrun.systems import refuse_forked
@@ -77,9 +88,9 @@ class CallStore(Protocol):
 class CallKey(NamedTuple):
     """Calls of the pipeline with equal keys share a plan.
 
-    ``name``: what is called. ``arguments``: signature of its arguments (`signature_of`), without the content of texts.
-    ``texts``: the signature with it, for calls whose entries were found to depend on the text; else empty. ``reserve_bytes``:
-    bytes that the caller has on the device."""
+    ``name``: what is called. ``arguments``: its autocast, and the signature of its arguments (`signature_of`), without the content
+    of texts. ``texts``: the signature with it, for calls whose entries were found to depend on the text; else empty.
+    ``reserve_bytes``: bytes that the caller has on the device."""
 
     name: str
     arguments: Any
@@ -115,7 +126,8 @@ class Attachment:
 
     ``hardware``, ``limits``, ``demands``: what calls are planned for; ``limits.runs`` above 1: weights stay on the device between
     calls. ``budget``: an object that attachments share whose weights are within one budget, which is that of ``limits``. ``tell``
-    is called with one line where a call is planned; the line is logged too. ``store``: dry runs and plans on disk.
+    is called with one line where a call is planned; the line is logged too. ``store``: dry runs and plans on disk. ``components``,
+    ``entries``: of an object that is no pipeline of diffusers, its components and the methods to plan.
 
     Attributes of the last call: ``solution`` is its plan. ``trace`` is what was measured; its peaks do not count the bytes that the
     caller held on the device. ``replans`` lists the entries (``component.entry``) that the plan did not have, and that were planned
@@ -132,8 +144,11 @@ class Attachment:
         budget: object = None,
         tell: Callable[[str], None] | None = None,
         store: CallStore | None = None,
+        components: Mapping[str, torch.nn.Module] | None = None,
+        entries: Collection[str] = (),
     ) -> None:
         self.pipe = pipe
+        self._named, self._entries = components, tuple(entries)
         self.solution: Solution | None = None
         self.trace: Trace | None = None
         self.replans: tuple[str, ...] = ()
@@ -144,12 +159,13 @@ class Attachment:
         self._at_rest = False  # whether a method runs that changes the pipeline; all weights are on the CPU then
         self._detached = self._detach_pending = self._release_pending = False
         self._state = ""  # the pipeline's `state_of` at the last call
+        self._settings = ""  # `settings_of` after the last call, of an object that is no pipeline of diffusers
         self._dry_runs: dict[Any, tuple[DryRun, frozenset[str]]] = {}  # `CallKey.without_reserve` -> dry run, entry signatures
         self._plans: dict[CallKey, PlannedCall] = {}
         self._solutions: dict[str, Solution] = {}  # by digest of the problem
         self._continued: dict[Any, Solution] = {}  # by digest of the problem, and what a run found on the device
         self._text_dependent: set[Any] = set()  # `CallKey.without_texts` of calls that needed a new plan: each text is planned anew
-        self._modules = merge_shared(components_of(pipe))
+        self._modules = merge_shared(components_of(pipe, components))
         graph = graph_of(pipe, self._modules).directed(demands.keep, demands.exclude, pin=demands.pin)  # raises InputError
         self._limits = replace(limits, allow=graph.allowed(limits.allow))
         removed = remove_interceptors(self._modules)  # those of other attached pipelines that share components
@@ -259,7 +275,7 @@ class Attachment:
         )
         self._interceptor.__enter__()
         self._proxy = PipelineProxy(
-            self.pipe, self._reported_device, self._on_call, self._on_change, graphrun=property(lambda _: self)
+            self.pipe, self._entries, self._reported_device, self._on_call, self._on_change, graphrun=property(lambda _: self)
         )
 
     def _reported_device(self) -> torch.device:
@@ -275,7 +291,7 @@ class Attachment:
             return meta_owner if name == "__call__" else getattr(meta_owner, name)  # type: ignore[no-any-return]
 
         label = ".".join(filter(None, (path, name.strip("_"))))
-        return self._call(Call(label, functools.partial(method, owner), find, args, kwargs))
+        return self._call(Call(label, functools.partial(method, owner), find, args, kwargs, self.autocast))
 
     def _on_change(self, path: str, name: str, method: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> Any:
         """Runs a method that loads, saves, casts or changes settings. All weights are on the CPU meanwhile, as always between
@@ -301,7 +317,12 @@ class Attachment:
         def find(meta_pipeline: MetaPipeline) -> Callable[..., Any]:
             return entry_of(meta_pipeline.meta_modules[component], entry)
 
-        return self._call(Call(f"{component}.{entry}", proceed, find, args, kwargs))
+        return self._call(Call(f"{component}.{entry}", proceed, find, args, kwargs, self.autocast))
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of the autocast that is on for the device; None: none."""
+        return dtype_on(self._device.torch_device.type)
 
     # -- one call
 
@@ -361,9 +382,12 @@ class Attachment:
         leftovers = Leftovers(self.pipe, self._modules, torch_device)
 
         def work() -> dict[str, Any]:
+            caches = torch.is_autocast_cache_enabled()
+            torch.set_autocast_cache_enabled(False)  # it keeps casts of weights on the device
             try:
                 return {"result": call.proceed(*call.args, **call.kwargs)}
             finally:
+                torch.set_autocast_cache_enabled(caches)
                 leftovers.clear()
 
         def handed_out(outputs: Mapping[str, Any]) -> int:
@@ -376,6 +400,7 @@ class Attachment:
             trace = follow(solution, host, device, work, replan=replan, handed_out=handed_out)
         finally:
             host.rest(used)
+        self._settings = self._present_settings()  # what the call itself changed is no change
         self.solution, self.replans = solution, tuple(replan.entries)
         self.trace = _without_caller_bytes(trace, reserve_bytes + beside_bytes, handed_out(trace.outputs))
         if replan.entries and key.without_texts not in self._text_dependent:
@@ -405,7 +430,7 @@ class Attachment:
 
     def _refresh_components(self) -> None:
         """Takes over components that were replaced in the pipeline since the last call (``pipe.vae = other``)."""
-        modules = merge_shared(components_of(self.pipe), self._modules.values())
+        modules = merge_shared(components_of(self.pipe, self._named), self._modules.values())
         if {name: id(module) for name, module in modules.items()} == {name: id(module) for name, module in self._modules.items()}:
             return
         previous = {f"previous {name}": module for name, module in self._modules.items()}  # a name of its own for each module
@@ -425,12 +450,15 @@ class Attachment:
 
     def _detect_changes(self) -> bool:
         """Whether the pipeline changed since the last call (VAE tiling, a LoRA, another scheduler). If so, drops all its plans."""
-        state = state_of(self.pipe, self._modules)
-        changed = state != self._state
+        state, settings = state_of(self.pipe, self._modules), self._present_settings()
+        changed = (state, settings) != (self._state, self._settings)
         if changed:
-            self._state = state
+            self._state, self._settings = state, settings
             self._forget_calls()
         return changed
+
+    def _present_settings(self) -> str:
+        return "" if is_pipeline(self.pipe) else settings_of(self.pipe)
 
     def _forget_calls(self) -> None:
         vars(self).pop("_meta_pipeline", None)
@@ -444,7 +472,7 @@ class Attachment:
         return self._meta_pipeline.dtype_variants.known
 
     def _key(self, call: Call, reserve_bytes: int) -> CallKey:
-        key = CallKey(call.name, signature_of((call.args, call.kwargs)), (), reserve_bytes)
+        key = CallKey(call.name, (str(call.autocast), signature_of((call.args, call.kwargs))), (), reserve_bytes)
         if key.without_texts not in self._text_dependent:
             return key
         return key._replace(texts=signature_of((call.args, call.kwargs), texts=True))
@@ -491,7 +519,7 @@ class Attachment:
         return dry_run, frozenset(data["entries"])
 
     def _stored_under(self, key: CallKey) -> list[str]:
-        return [self._state, repr(key.without_reserve)]
+        return [self._state, self._settings, repr(key.without_reserve)]
 
     def problem(
         self, recording: Recording, reserve_bytes: int, *, once: bool = False, stored: Mapping[str, ComponentProfile] | None = None
@@ -515,7 +543,7 @@ class Attachment:
         """The plan for ``problem``. A call that enters no component has no phases; its plan is the end slot alone."""
         if problem.phases:
             return self._store.solve(problem) if self._store is not None else solve(problem)
-        return solution_of(problem, Plan(problem.digest, (Slot("", "end", 0, ()),)), True, gap=0.0)
+        return solution_of(problem, Plan(problem.digest, (Slot("", "end", 0, ()),)))
 
 
 def _reinstall(removed: list[CallInterceptor]) -> None:
@@ -544,7 +572,8 @@ class _Replan:
         attachment, dtype_variants = self._attachment, self._attachment._host.dtype_variants
         assert dtype_variants is not None
         attachment.say(f"{own_class(attachment.pipe).__name__}: {component}.{entry} is not in the plan of the call: planning it")
-        call, returned = attachment._meta_pipeline.trace(dtype_variants.known[component], entry, args, kwargs)
+        known, autocast = dtype_variants.known[component], attachment.autocast
+        call, returned = attachment._meta_pipeline.trace(known, entry, args, kwargs, autocast)
         live_in_bytes = max(0, live_bytes - self._reserve_bytes - attachment._host.held_bytes())
         # One stage in which the component is entered twice, so that the plan has a first and a steady slot: the latter is for later
         # entries. 1, 2 and 3 are the keys of what is live before, and of what the two calls return.
@@ -559,7 +588,9 @@ class _Replan:
         return solution
 
     def _signature(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        return repr(self._attachment._meta_pipeline.prober.signature(component, entry, args, kwargs))
+        attachment = self._attachment
+        device_type = attachment._device.torch_device.type
+        return repr(attachment._meta_pipeline.prober.signature(component, entry, args, kwargs, device_type))
 
 
 def _without_caller_bytes(trace: Trace, held_bytes: int, output_bytes: int) -> Trace:

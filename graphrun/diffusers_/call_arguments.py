@@ -7,6 +7,7 @@ tensors and callbacks unchanged.
 from __future__ import annotations
 
 import types
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from typing import Any
@@ -28,7 +29,7 @@ def signature_of(value: Any, texts: bool = False) -> Any:
         return ("text", value) if texts else "text"
     if isinstance(value, Mapping):
         return tuple((str(key), signature_of(item, texts)) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, deque)):
         return type(value).__name__, tuple(signature_of(item, texts) for item in value)
     if isinstance(value, (bool, int, float, type(None))):
         return value

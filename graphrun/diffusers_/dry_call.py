@@ -21,7 +21,7 @@ from torch import nn
 
 from graphrun import sim
 from graphrun.diffusers_.call_arguments import copy_for_dry_run, describe_arguments
-from graphrun.diffusers_.live import components_of, graph_of, merge_shared, meta_module_of
+from graphrun.diffusers_.live import graph_of, meta_module_of
 from graphrun.errors import GraphrunError, InputError
 from graphrun.graph.graph import Directives
 from graphrun.model.problem import Hardware, Problem
@@ -35,6 +35,7 @@ from graphrun.profile.problems import Limits, problem_of
 from graphrun.profile.recording import Call as Traced
 from graphrun.profile.recording import ComponentProfile, DryRun, Recording, StageEnd
 from graphrun.profile.returned import Returned
+from graphrun.sim.autocast import following
 from graphrun.units import show_size
 
 
@@ -43,6 +44,7 @@ class Call:
     """A call of an attached pipeline.
 
     ``name`` is used in messages. ``proceed`` runs it on the live pipeline; ``find`` returns the same callable of a meta pipeline.
+    ``autocast``: the dtype of the autocast that it is called under, on the device; None: none.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Call:
     find: Callable[[MetaPipeline], Callable[..., Any]]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    autocast: torch.dtype | None = None
 
 
 class ProbeError(InputError):
@@ -62,8 +65,7 @@ class MetaPipeline:
     @on_host()
     def __init__(self, pipe: Any, modules: Mapping[str, nn.Module]) -> None:
         self._live_pipe, self._modules = pipe, modules
-        self.pipe = meta_module_of(pipe, sim.device)
-        self.meta_modules = merge_shared(components_of(self.pipe))
+        self.pipe, self.meta_modules = meta_module_of(pipe, sim.device, modules)
         self.prober = LiveProber(self.meta_modules, modules)
         self.dtype_variants = self.prober.dtype_variants
         self._meta_modules_by_id = {id(module): self.meta_modules[name] for name, module in modules.items()}
@@ -81,7 +83,13 @@ class MetaPipeline:
         self.dtype_variants.begin()
         entered: list[Any] = []
         try:
-            with _preserve_random_state(), torch.no_grad(), sim.Machine() as machine, self.prober.interceptor:
+            with (
+                _preserve_random_state(),
+                torch.no_grad(),
+                sim.Machine() as machine,
+                self.prober.interceptor,
+                following(call.autocast),
+            ):
                 args = copy_for_dry_run(call.args, sim.device, self._meta_modules_by_id)
                 kwargs = copy_for_dry_run(call.kwargs, sim.device, self._meta_modules_by_id)
                 machine.listener = recording  # set after copying the arguments: the caller's tensors are not part of the call
@@ -103,11 +111,17 @@ class MetaPipeline:
 
     @on_host()
     def trace(
-        self, dtype_variant: DtypeVariant, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        dtype_variant: DtypeVariant,
+        entry: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        autocast: torch.dtype | None = None,
     ) -> tuple[Traced, Returned]:
-        """Traces one entry into a component in ``dtype_variant``: (what it allocates and enters, what it returns)."""
+        """Traces one entry into a component in ``dtype_variant``, under ``autocast``: (what it allocates and enters, what it
+        returns)."""
         self.prober.register(dtype_variant)
-        with self.dtype_variants.within(dtype_variant):
+        with self.dtype_variants.within(dtype_variant), following(autocast):
             proceed = entry_of(self.meta_modules[dtype_variant.component], entry)
             return self.prober.trace(dtype_variant.name, entry, proceed, args, kwargs)
 

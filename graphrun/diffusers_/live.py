@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,12 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphrun.diffusers_.call_arguments import signature_of
 from graphrun.errors import InputError
 from graphrun.graph.graph import Component, Graph
 from graphrun.modules.blocks import held
 from graphrun.modules.dtype_variants import DtypeVariant
 from graphrun.modules.interceptor import reduced_as
 from graphrun.modules.quantize import normalize_quantized_layers
+from graphrun.modules.trees import PLAIN, may_hold
 from graphrun.ops.modular import blocks_in, is_modular_class
 
 # Objects of these packages that are not modules (tokenizers, processors) keep no state of a call: the meta copy shares them.
@@ -60,11 +63,14 @@ def pipelines_in(pipe: Any) -> dict[str, Any]:
     return found
 
 
-def components_of(pipe: Any) -> dict[str, nn.Module]:
-    """Every module with weights that ``pipe`` or a pipeline inside it holds, by attribute name. Each module appears once.
+def components_of(pipe: Any, named: Mapping[str, nn.Module] | None = None) -> dict[str, nn.Module]:
+    """Every module with weights that ``pipe`` or a pipeline inside it holds, by attribute name; ``named`` where those are given.
+    Each module appears once.
 
     Submodules of another component are left out. Raises InputError when there is no component.
     """
+    if named is not None:
+        return dict(named)
     found: dict[str, nn.Module] = {}
     for name, module in _modules_of(pipe):
         if all(module is not other for other in found.values()) and any(True for _ in _tensors(module)):
@@ -111,7 +117,42 @@ def _merged(parts: dict[str, nn.Module], previous: Iterable[nn.Module]) -> nn.Mo
 
 def _modules_of(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
     """(name, module) of every module that ``pipe`` or a pipeline inside it holds."""
+    if not is_pipeline(pipe):
+        return iter(modules_in(pipe).items())
     return (held for owner in pipelines_in(pipe).values() for held in _modules(vars(owner)))
+
+
+def modules_in(program: Any) -> dict[str, nn.Module]:
+    """The modules with weights that ``program``, no pipeline of diffusers, holds: in attributes, lists, dicts and objects of its
+    own, by their path with ``_`` (``models_dit``). Modules inside others are left out. Of a module they are its children."""
+    found: dict[str, nn.Module] = {}
+    seen = {id(program)}
+
+    def look(path: str, attributes: Iterable[tuple[Any, Any]]) -> None:
+        for key, value in attributes:
+            name = f"{path}_{key}" if path else str(key)
+            if id(value) in seen or type(value) in PLAIN:
+                continue
+            seen.add(id(value))
+            if isinstance(value, nn.Module):
+                if any(True for _ in _tensors(value)):
+                    found[name] = value
+            elif isinstance(value, (list, tuple, deque)):
+                look(name, enumerate(value))
+            elif isinstance(value, dict):
+                look(name, value.items())
+            elif may_hold(value):
+                look(name, vars(value).items())
+
+    look("", program.named_children() if isinstance(program, nn.Module) else vars(program).items())
+    inner = {id(part) for module in found.values() for part in module.modules() if part is not module}
+    return {name: module for name, module in found.items() if id(module) not in inner}
+
+
+def settings_of(program: Any) -> str:
+    """What a dry run of ``program``, no pipeline of diffusers, may depend on beside its modules and the arguments: plain values and
+    shapes of tensors in its public attributes."""
+    return repr([(key, signature_of(value, texts=True)) for key, value in sorted(vars(program).items()) if key[0] != "_"])
 
 
 def _modules(attributes: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
@@ -131,8 +172,9 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
                 yield tensor
 
 
-def meta_module_of(pipe: Any, device: torch.device) -> Any:
-    """A copy of ``pipe`` with the parameters and buffers of its modules on meta, which computes on ``device``.
+def meta_module_of(pipe: Any, device: torch.device, components: Mapping[str, nn.Module]) -> tuple[Any, dict[str, nn.Module]]:
+    """A copy of ``pipe`` with the parameters and buffers of its modules on meta, which computes on ``device``; and in it the
+    ``components`` of ``pipe``.
 
     Classes, configurations, processors and tied weights are those of the live pipeline; tokenizers are shared, schedulers copied.
     No weight is read. Raises InputError when something in the pipeline cannot be copied.
@@ -166,13 +208,19 @@ def meta_module_of(pipe: Any, device: torch.device) -> Any:
         owner.__class__ = subclass_on_device(own_class(owner), lambda: device)
         for bar_owner in _progress_bar_owners(owner):
             bar_owner.set_progress_bar_config(disable=True)
-    return meta_module
+    twins = {name: {key: memo[id(part)] for key, part in _parts(name, module)} for name, module in components.items()}
+    return meta_module, {name: _merged(parts, ()) for name, parts in twins.items()}
+
+
+def _parts(name: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    """The modules of a component: the parts of a `MergedComponent`, else itself."""
+    return module.named_children() if isinstance(module, MergedComponent) else [(name, module)]
 
 
 def _progress_bar_owners(owner: Any) -> list[Any]:
     """The objects that show progress bars: ``owner``, or the blocks of a modular pipeline, at any depth."""
     if not is_modular(owner):
-        return [owner]
+        return [owner] if is_pipeline(owner) else []
     return [block for block in blocks_in(owner._blocks) if hasattr(block, "set_progress_bar_config")]
 
 
@@ -189,7 +237,7 @@ def subclass_on_device(kind: type[Any], reported_device: Callable[[], torch.devi
 
     ``members`` are further attributes of the class. Copies and pickles of an instance are of ``kind`` itself.
     """
-    here = property(lambda _: reported_device())
+    here = property(lambda _: reported_device(), lambda owner, value: vars(owner).update(device=value))
     own: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_graphrun_original_class": kind}
     own["__reduce_ex__"] = lambda owner, protocol: reduced_as(kind, super(kind, owner).__reduce_ex__(protocol))
     return type(kind.__name__, (kind,), {**own, "_execution_device": here, "device": here, **members})
@@ -239,7 +287,8 @@ def _floating_dtype(dtypes: Iterable[torch.dtype]) -> str:
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    return dict(config.to_dict() if hasattr(config, "to_dict") else config)
+    found = config.to_dict() if hasattr(config, "to_dict") else config
+    return dict(found if isinstance(found, Mapping) else getattr(found, "__dict__", {}))
 
 
 def packages_of(pipe: Any, modules: Mapping[str, nn.Module]) -> set[str]:
@@ -273,5 +322,7 @@ def state_of(pipe: Any, modules: Mapping[str, nn.Module]) -> str:
     for path, owner in pipelines_in(pipe).items():
         for key, value in vars(owner).items():
             if hasattr(value, "set_timesteps") or hasattr(value, "prepare_inputs"):  # schedulers, and guiders of modular pipelines
-                content.append((path, key, type(value).__qualname__, sorted(map(str, _plain(value.config).items()))))
+                content.append(
+                    (path, key, type(value).__qualname__, sorted(map(str, _plain(getattr(value, "config", {})).items())))
+                )
     return hashlib.sha256(repr(content).encode()).hexdigest()[:16]

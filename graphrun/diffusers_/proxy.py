@@ -14,14 +14,14 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import pairwise
 from types import FunctionType
 from typing import Any
 
 import torch
 
-from graphrun.diffusers_.live import is_pipeline, own_class, pipelines_in, subclass_on_device
+from graphrun.diffusers_.live import is_pipeline, modules_in, own_class, pipelines_in, subclass_on_device
 from graphrun.errors import InputError
 from graphrun.modules.dtype_variants import AtRest
 from graphrun.modules.interceptor import CallInterceptor, intercept
@@ -52,11 +52,18 @@ Handler = Callable[[str, str, Callable[..., Any], Any, tuple[Any, ...], dict[str
 class PipelineProxy:
     """Gives each pipeline in ``pipe`` a subclass whose methods go to ``call`` (planned calls) or ``at_rest`` (changes and saving).
 
-    ``reported_device()`` is the device that the pipelines report. ``more``: further members of the subclasses.
+    ``reported_device()`` is the device that the pipelines report. ``entries``: of an object that is no pipeline of diffusers, the
+    methods to plan. ``more``: further members of the subclasses.
     """
 
     def __init__(
-        self, pipe: Any, reported_device: Callable[[], torch.device], call: Handler, at_rest: Handler, **more: Any
+        self,
+        pipe: Any,
+        entries: Collection[str],
+        reported_device: Callable[[], torch.device],
+        call: Handler,
+        at_rest: Handler,
+        **more: Any,
     ) -> None:
         self.pipelines = pipelines_in(pipe)
         self._classes: list[tuple[Any, type[Any]]] = []
@@ -64,9 +71,10 @@ class PipelineProxy:
             kind = type(owner)
             members: dict[str, Any] = {
                 name: _forwarding(call if planned else at_rest, path, name, method)
-                for name, method, planned in _intercepted_methods(kind)
+                for name, method, planned in (_intercepted_methods(kind) if is_pipeline(owner) else _named(kind, entries))
             }
-            members |= {name: _forwarding(at_rest, path, name, getattr(kind, name)) for name in ("save_pretrained", "to")}
+            changes = [name for name in ("save_pretrained", "to") if hasattr(kind, name)]
+            members |= {name: _forwarding(at_rest, path, name, getattr(kind, name)) for name in changes}
             members |= {name: _refusing(name) for name in OFFLOADING if hasattr(kind, name)} | more
             self._classes.append((owner, kind))
             owner.__class__ = subclass_on_device(kind, reported_device, **members)
@@ -84,6 +92,10 @@ def _forwarding(to: Handler, path: str, name: str, method: Callable[..., Any]) -
         return to(path, name, method, owner, args, kwargs)
 
     return forward
+
+
+def _named(kind: type[Any], entries: Iterable[str]) -> Iterator[tuple[str, Callable[..., Any], bool]]:
+    return ((name, getattr(kind, name), True) for name in entries)
 
 
 def _intercepted_methods(kind: type[Any]) -> Iterator[tuple[str, Callable[..., Any], bool]]:
@@ -124,8 +136,6 @@ def _refusing(name: str) -> Callable[..., Any]:
 def refuse_placed(pipe: Any) -> None:
     """Raises InputError where something else places the pipeline's weights already; the message says how to turn that off."""
     name = type(pipe).__name__
-    if not is_pipeline(pipe):
-        raise InputError(f"attach takes a diffusers pipeline, not {name}")
     for path, owner in pipelines_in(pipe).items():
         where = f"{name}.{path}" if path else name
         if own_class(owner) is not type(owner):
@@ -138,6 +148,44 @@ def refuse_placed(pipe: Any) -> None:
             )
         if getattr(owner, "hf_device_map", None):
             raise InputError(f"{where} was loaded with a device_map: call reset_device_map() on it, or load it without")
+
+
+def refuse_unnamed(program: Any, components: Mapping[str, torch.nn.Module] | None, entries: Collection[str]) -> None:
+    """Raises InputError where ``components`` and ``entries`` do not say what of ``program`` is to be placed and planned: all of its
+    weights, and methods of its class. A pipeline of diffusers says that itself."""
+    name, kind = type(program).__name__, type(program)
+    if is_pipeline(program):
+        if components is not None or entries:
+            raise InputError(f"{name} is a pipeline of diffusers, whose components are known: leave out components= and entries=")
+        return
+    if not hasattr(program, "__dict__") or isinstance(program, (type, FunctionType)):
+        raise InputError(f"attach takes a diffusers pipeline, or an object that holds modules, not {name}")
+    if not (held := modules_in(program)):
+        raise InputError(f"{name} holds no module with weights: pass the object whose methods call the modules")
+    public = [key for key, value in vars(kind).items() if callable(value) and (key[0] != "_" or key == "__call__")]
+    if components is None or not entries:
+        shown = ", ".join(f"{key!r}: ..." for key in held)
+        raise InputError(
+            f"{name} is no pipeline of diffusers: say what its components are and which methods to plan, "
+            f"attach(..., components={{{shown}}}, entries=[...]); its own methods are {', '.join(public)}"
+        )
+    for entry in entries:
+        if not callable(getattr(kind, entry, None)):
+            raise InputError(f"entries: {name} has no method {entry}; its own methods are {', '.join(public)}")
+    inside = {id(part) for module in held.values() for part in module.modules()}
+    for key, module in components.items():
+        if not isinstance(module, torch.nn.Module) or not key.isidentifier():
+            raise InputError(f"components: {key!r} must be a name, and its value a module, not {type(module).__name__}")
+        if id(module) not in inside:
+            raise InputError(f"components: {name} does not hold {key} as a part, so its methods cannot be planned with it")
+    named = {id(part) for module in components.values() for part in module.modules()}
+    tops = {**held, "": program} if isinstance(program, torch.nn.Module) else held
+    for key, top in tops.items():
+        for path, module in top.named_modules(prefix=key):
+            if id(module) not in named and (module._parameters or module._buffers):
+                raise InputError(
+                    f"the weights of {path or name} are in no component: add the module that holds them to components="
+                )
 
 
 def dtype_of_to(args: tuple[Any, ...], kwargs: Mapping[str, Any], here: torch.device) -> torch.dtype | None:

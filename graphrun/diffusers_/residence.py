@@ -11,7 +11,8 @@ component is laid out again when its blocks change, as when a new kind of call s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -23,8 +24,8 @@ from graphrun.diffusers_.live import pipelines_in
 from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, Problem
 from graphrun.modules.blocks import held
 from graphrun.modules.dtype_variants import DtypeVariant, DtypeVariants
-from graphrun.modules.memos import forget, is_helper
-from graphrun.modules.trees import tensors_in, walk
+from graphrun.modules.memos import forget
+from graphrun.modules.trees import PLAIN, found_in, may_hold, replace_in, tensors_in
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.host import Host, layout_of
 from graphrun.runtime.movers import refuse_movers
@@ -267,45 +268,48 @@ class Leftovers:
     def __init__(self, pipe: Any, modules: Mapping[str, nn.Module], device: torch.device) -> None:
         self._pipe, self._modules, self._device = pipe, modules, device
         children = [child for module in modules.values() for child in module.modules()]
-        helpers = (value for child in children for value in vars(child).values() if is_helper(value))
+        helpers = (value for child in children for value in vars(child).values() if may_hold(value))
         self._weights = {child: {*child._parameters, *child._buffers} for child in children}
         self._caches = [(holder, _attributes(holder)) for holder in {id(h): h for h in (*children, *helpers)}.values()]
         self._kept: Any = WeakTensorKeyDictionary()  # used as a set; holds no tensor alive
-        held = (tensor for holder in self._holders() for value in vars(holder).values() for tensor in tensors_in(value))
+        held = found_in(self._parts(), torch.Tensor)
         self._kept.update((tensor, None) for tensor in held if tensor.device.type == device.type)
 
     def clear(self) -> None:
         """Removes everything that the call put on the device."""
-        for holder in self._holders():
-            for key, value in list(vars(holder).items()):
-                if _on_device(value, self._device) and not all(tensor in self._kept for tensor in tensors_in(value)):
-                    vars(holder)[key] = walk(value, lambda tensor: tensor if tensor in self._kept else tensor.cpu())
+        moved: dict[int, torch.Tensor] = {}
+
+        def to_host(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device.type != self._device.type or tensor in self._kept:
+                return tensor
+            return moved.setdefault(id(tensor), tensor.cpu())
+
+        seen = set[int]()
+        for attributes in self._parts():
+            replace_in(attributes, to_host, seen)
         for child in (child for module in self._modules.values() for child in module.modules()):
             tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
             for table in tables:
                 for key, tensor in list(table.items()):
-                    if key not in self._weights.get(child, ()) and _on_device(tensor, self._device):
+                    if key not in self._weights.get(child, ()) and device_bytes(tensor, self._device):
                         table[key] = _own_copy(tensor)
         for child, before in self._caches:
             for key, value in list(vars(child).items()):
-                if key not in MODULE_ATTRIBUTES and _on_device(value, self._device):
+                if key not in MODULE_ATTRIBUTES and type(value) not in PLAIN and device_bytes(value, self._device):
                     _restore_attribute(vars(child), key, before)
+                    if key in vars(child):  # an object that was there before, which got tensors
+                        vars(child)[key] = replace_in(vars(child)[key], to_host, seen)
         forget(self._modules.values())
 
-    def _holders(self) -> Iterator[Any]:
-        """The pipelines, the objects they hold besides modules, and library helpers inside those (a guider's buffer)."""
-        for owner in pipelines_in(self._pipe).values():
-            yield owner
-            for value in list(vars(owner).values()):
-                if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
-                    yield value
-                    yield from (inner for inner in list(vars(value).values()) if is_helper(inner))
+    def _parts(self) -> list[dict[str, Any]]:
+        """The attributes of the pipelines; those of their components, which are modules, are not reached from them."""
+        return [vars(owner) for owner in pipelines_in(self._pipe).values()]
 
 
 def _attributes(module: Any) -> dict[str, tuple[Any, Any]]:
-    """Attributes of ``module`` besides weights, children and hooks: name -> (value, a copy of it if it is a list or dict)."""
+    """Attributes of ``module`` besides weights, children and hooks: name -> (value, a copy of it if it is a container)."""
     found = ((key, value) for key, value in vars(module).items() if key not in MODULE_ATTRIBUTES)
-    return {key: (value, value.copy() if isinstance(value, (list, dict)) else None) for key, value in found}
+    return {key: (value, value.copy() if isinstance(value, (list, dict, deque)) else None) for key, value in found}
 
 
 def _restore_attribute(holder: dict[str, Any], key: str, before: Mapping[str, tuple[Any, Any]]) -> None:
@@ -313,15 +317,9 @@ def _restore_attribute(holder: dict[str, Any], key: str, before: Mapping[str, tu
         del holder[key]
         return
     holder[key], content = before[key]
-    if isinstance(content, list):
-        holder[key][:] = content
-    elif isinstance(content, dict):
+    if content is not None:
         holder[key].clear()
-        holder[key].update(content)
-
-
-def _on_device(value: Any, device: torch.device) -> bool:
-    return isinstance(value, (torch.Tensor, list, tuple, dict)) and device_bytes(value, device) > 0
+        holder[key].update(content) if isinstance(content, dict) else holder[key].extend(content)
 
 
 def device_bytes(value: Any, device: torch.device, besides: Any = ()) -> int:

@@ -20,6 +20,7 @@ from graphrun.errors import InputError
 from graphrun.graph import media
 from graphrun.graph.ops import OPERATIONS
 from graphrun.graph.values import Input, did_you_mean, fit
+from graphrun.limits import require
 from graphrun.reading import opened
 
 if TYPE_CHECKING:
@@ -123,6 +124,19 @@ class Stage:
     def references(self) -> tuple[Reference, ...]:
         """The references among the arguments, in the order of the file."""
         return tuple(_references(list(self.arguments.values())))
+
+    def refuse_large(self, inputs: Mapping[str, Any]) -> None:
+        """Raises InputError for sizes and steps above the limits: pipelines compute tables of their sizes on the host, or loop."""
+        given = {
+            name: inputs.get(value.name) if isinstance(value, Reference) and value.kind == "input" else value
+            for name, value in self.arguments.items()
+        }
+        numbers = {name: value for name, value in given.items() if isinstance(value, int)}
+        for name, value in numbers.items():
+            if name.endswith("steps"):
+                require("steps", value, f"stages.{self.name}: {name} is {value:,}", self.where)
+        height, width = numbers.get("height", 1), numbers.get("width", 1)
+        require("pixels", height * width, f"stages.{self.name}: {width} x {height} are {height * width:,} pixels", self.where)
 
     def permission(self, option: str) -> str | None:
         """What a caller must allow before a plan runs the stage with ``option``; "": nothing. None: the graph does not list it."""
@@ -233,6 +247,8 @@ class Graph:
                 problems.append(f"input {name!r} is missing; it is a {declared.type} and has no default")
         if problems:
             raise InputError("\n".join(problems))
+        for stage in self.stages:
+            stage.refuse_large(values)
         images = (media.size_of(values[name]) for name, declared in self.inputs.items() if declared.type == "image")
         size = next(filter(None, images), None)
         for declared in blank:

@@ -79,13 +79,19 @@ PICKLED = (".ckpt", ".bin", ".pt", ".pth", ".pkl")
 _CONFIG_FILES = ("config.json", "scheduler_config.json")
 
 
-def load(path: str | Path, trust: Iterable[str] = ()) -> Graph:
+def load(path: str | Path, trust: Iterable[str] = (), source: str | None = None) -> Graph:
     """The graph in the YAML file ``path``, or the shipped one of that name (`graphrun.graph.shipped`). ``trust``: packages whose
-    code it may run; the file's ``allow:`` only requests them.
+    code it may run; the file's ``allow:`` only requests them. ``source`` takes the place of the graph's own, as if it were written
+    in the file, but for a path that is relative to the current folder.
 
     Raises GraphError with one line per problem: ``file:line: entry: what is wrong``.
     """
     document = read_document(graph_file(path))
+    if source is not None and isinstance(document.data, dict):
+        here = os.path.abspath(os.path.expanduser(source))
+        given = here if source.startswith((".", "~")) or os.path.exists(here) else source
+        document.data.pop("revision", None)
+        document.data["source"] = given
     try:
         spec = GraphSpec.model_validate(document.data)
     except ValidationError as error:

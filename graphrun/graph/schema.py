@@ -40,24 +40,23 @@ Precision = Literal["bfloat16", "float16", "float32", "fp8", "int8", "nf4", "ggu
 BackingStore = Literal["pinned", "pageable", "disk"]
 StageChoice = Literal["tiling", "slicing", "tiling+slicing", "split"]
 Config = Annotated[
-    Text | dict[str, Any],
+    Text | dict[str, Any] | None,
     Field(description="A JSON file, relative to the graph file, or the configuration itself; {} means the defaults."),
 ]
 Argument = Scalar | None | list[Scalar | list[Scalar]]
 Measure = Annotated[int, Field(gt=0)] | Text
 Source = Annotated[
-    Text,
+    Text | None,
     Field(
         description="A repository on the Hugging Face hub (owner/name, owner/name@revision), a local folder in the layout "
         "of diffusers, or one safetensors file in the original authors' layout."
     ),
 ]
 Revision = Annotated[
-    Text, Field(description="A commit, branch or tag of the source's repository; the same as source: owner/name@revision.")
+    Text | None, Field(description="A commit, branch or tag of the source's repository; the same as source: owner/name@revision.")
 ]
 FileVariant = Annotated[
-    str,
-    StringConstraints(pattern=_FILE_VARIANT),
+    Annotated[str, StringConstraints(pattern=_FILE_VARIANT)] | None,
     Field(description="Which files of a folder: fp16 reads model.fp16.safetensors."),
 ]
 
@@ -82,12 +81,18 @@ class InputSpec(Spec):
     ``frames``, ``rate`` and ``seconds``: numbers, or inputs such as $height.
     """
 
-    type: Literal["str", "int", "float", "bool", "image", "mask", "video", "audio"]
-    default: Scalar | None = None
+    type: Literal["str", "int", "float", "bool", "image", "mask", "video", "audio"] = Field(
+        description="Of the value. An image, a mask, a video or audio is a file, or in Python an object."
+    )
+    default: Scalar | None = Field(
+        default=None, description="The value where a run gives none; left out: required, unless optional."
+    )
     optional: bool = Field(default=False, description="Whether it may be left out; the pipeline may do something else without it.")
-    multiple_of: Annotated[int, Field(gt=0)] | None = None
-    minimum: float | None = None
-    maximum: float | None = None
+    multiple_of: Annotated[int, Field(gt=0)] | None = Field(
+        default=None, description="Numbers that are no multiple of it are refused."
+    )
+    minimum: float | None = Field(default=None, description="Smaller numbers are refused.")
+    maximum: float | None = Field(default=None, description="Larger numbers are refused.")
     many: bool = Field(default=False, description="Whether a list of such values is accepted too.")
     height: Measure | None = Field(default=None, description="Pixels; left out: the input height.")
     width: Measure | None = Field(default=None, description="Pixels; left out: the input width.")
@@ -114,14 +119,16 @@ class ComponentSpec(Spec):
     """A module with weights. ``source`` here is the component's own folder; the graph's source is a pipeline's."""
 
     class_path: ClassPath = Field(alias="class", description="An importable class, such as diffusers.AutoencoderKL.")
-    config: Config | None = None
-    source: Source | None = None
-    revision: Revision | None = None
-    variant: FileVariant | None = None
+    config: Config = None
+    source: Source = None
+    revision: Revision = None
+    variant: FileVariant = None
     gguf: Text | None = Field(
         default=None, description="The GGUF file that precision gguf is read from: a path, or owner/name/file.gguf."
     )
-    dtype: Dtype
+    dtype: Dtype = Field(
+        description="Of the weights as the pipeline's code sees them; files in another dtype are converted when read."
+    )
     precision: list[Precision] | None = Field(
         default=None, min_length=1, description="The first is planned; the others are what --allow may choose from."
     )
@@ -137,17 +144,27 @@ class PartSpec(Spec):
     """Something without weights that the pipeline's code needs: a tokenizer, a scheduler."""
 
     class_path: ClassPath = Field(alias="class", description="An importable class, such as diffusers.DDIMScheduler.")
-    config: Config | None = None
-    source: Source | None = None
+    config: Config = None
+    source: Source = None
     file: Text | None = Field(default=None, description="A tokenizer of the tokenizers library (JSON), relative to the graph file.")
 
 
 class StageSpec(Spec):
     """One op, the components it uses, and its arguments: literals, ``$input`` or ``$stage.output``."""
 
-    op: Annotated[Name, Field(json_schema_extra={"enum": sorted(OPERATIONS)})]
-    uses: list[Name] = Field(default_factory=list)
-    arguments: dict[Name, Argument] = Field(alias="with", default_factory=dict)
+    op: Annotated[
+        Name,
+        Field(
+            json_schema_extra={"enum": sorted(OPERATIONS)},
+            description="What runs: a part of the pipeline's call, the whole of it (call), or blocks of a modular one (block).",
+        ),
+    ]
+    uses: list[Name] = Field(default_factory=list, description="The components that the op calls.")
+    arguments: dict[Name, Argument] = Field(
+        alias="with",
+        default_factory=dict,
+        description="The op's arguments by name: literals, $input, $stage.output, or lists of these.",
+    )
     options: list[StageChoice] = Field(default_factory=list, description="Alternatives that a plan may choose.")
 
 
@@ -171,9 +188,9 @@ class GraphSpec(Spec):
     pipeline_config: dict[Name, Scalar | None | list[Scalar]] = Field(
         default={}, description="More constructor arguments of the pipeline; lists, also of components such as [$canny, $depth]."
     )
-    source: Source | None = None
-    revision: Revision | None = None
-    variant: FileVariant | None = None
+    source: Source = None
+    revision: Revision = None
+    variant: FileVariant = None
     fps: Annotated[float, Field(ge=SLOWEST_FPS, le=FASTEST_FPS)] | None = Field(
         default=None, description="Frames per second of its videos, as files."
     )
@@ -182,12 +199,18 @@ class GraphSpec(Spec):
         description="Packages that classes come from, in place of diffusers and transformers. This only requests them: "
         "whoever uses the file allows their code with --trust-package NAME.",
     )
-    inputs: dict[Name, InputSpec] = Field(default_factory=dict)
-    components: dict[Name, ComponentSpec] = Field(min_length=1)
-    parts: dict[Name, PartSpec] = Field(default_factory=dict)
-    stages: dict[Name, StageSpec] = Field(min_length=1)
-    outputs: dict[Name, Text] = Field(min_length=1)
-    directives: DirectivesSpec = Field(default_factory=DirectivesSpec)
+    inputs: dict[Name, InputSpec] = Field(default_factory=dict, description="What a run may be given, by name.")
+    components: dict[Name, ComponentSpec] = Field(
+        min_length=1, description="Modules with weights, by the pipeline's names for them."
+    )
+    parts: dict[Name, PartSpec] = Field(
+        default_factory=dict, description="What has no weights (tokenizers, schedulers), by the pipeline's names."
+    )
+    stages: dict[Name, StageSpec] = Field(min_length=1, description="The steps of a run. Their references make the DAG.")
+    outputs: dict[Name, Text] = Field(
+        min_length=1, description="What a run returns: names, each with a reference such as $decode.image."
+    )
+    directives: DirectivesSpec = Field(default_factory=DirectivesSpec, description="Placement demanded of every plan.")
 
 
 def schema_text() -> str:

@@ -264,7 +264,7 @@ def parse(text: str, name: str = "plan") -> Plan:
 
 
 def _choice(verb: str, line: str, where: str) -> str:
-    pattern, shape = _CHOICES[verb]
+    pattern, shape = CHOICE_LINES[verb]
     if not (match := re.fullmatch(pattern, line)):
         raise PlanError(f"expected '{shape}', found {line!r}", where)
     return match[1]
@@ -276,7 +276,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 # First word of a line before the slots -> its pattern, and the form shown in errors.
-_CHOICES: Mapping[str, tuple[str, str]] = {
+CHOICE_LINES: Mapping[str, tuple[str, str]] = {
     "finds": (r"finds (\S+ .+)", "finds COMPONENT BLOCKS"),
     "leaves": (r"leaves (\S+ .+)", "leaves COMPONENT BLOCKS"),
     "variant": (
@@ -299,7 +299,7 @@ def _parse_slot(line: str, where: str) -> tuple[str, Part, int]:
 
 
 # First word of an action's line -> its type, its pattern, and the form shown in errors.
-_ACTIONS: Mapping[str, tuple[type[Action], str, str]] = {
+ACTION_LINES: Mapping[str, tuple[type[Action], str, str]] = {
     "load": (Load, r"load (\S+) (.+) from (pinned|pageable|disk)", "load COMPONENT BLOCKS from pinned|pageable|disk"),
     "evict": (Evict, r"evict (\S+) (.+)", "evict COMPONENT BLOCKS"),
     "stream": (
@@ -317,9 +317,9 @@ _ACTIONS: Mapping[str, tuple[type[Action], str, str]] = {
 
 def _parse_action(line: str, where: str) -> Action:
     verb = line.split()[0]
-    if verb not in _ACTIONS:
-        raise PlanError(f"expected slot or one of {', '.join(_ACTIONS)}, found {verb!r}", where)
-    kind, pattern, shape = _ACTIONS[verb]
+    if verb not in ACTION_LINES:
+        raise PlanError(f"expected slot or one of {', '.join(ACTION_LINES)}, found {verb!r}", where)
+    kind, pattern, shape = ACTION_LINES[verb]
     if not (match := re.fullmatch(pattern, line)):
         raise PlanError(f"expected '{shape}', found {line!r}", where)
     arguments: list[Any] = list(match.groups())

@@ -12,24 +12,23 @@ from graphrun.model.problem import Problem
 from graphrun.model.simulation import Simulation
 from graphrun.units import html_table, show_seconds, show_size
 
+OPTIMAL_GAP = 1e-3
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Solution:
     """A plan, what it takes by `simulate`, and its quality.
 
     ``objective_seconds``: the integer program's objective for its best solution (the screen prints the simulation's seconds
-    instead). ``bound_seconds``: lower bound on the objective of any plan of this program. ``gap``: relative distance of the best
-    solution from that bound. ``plan`` is the best solution, or a plan that simulates faster. In a session, objective and bound
-    cover all runs.
+    instead). ``bound_seconds``: lower bound on the objective of any plan, 0.0 where none is known. ``plan`` is the best solution,
+    or a plan that simulates faster. In a session, objective and bound cover all runs.
     """
 
     problem: Problem
     plan: Plan
     simulation: Simulation
-    proven_optimal: bool
     bound_seconds: float
     objective_seconds: float
-    gap: float
 
     def __repr__(self) -> str:
         problem, simulation = self.problem, self.simulation
@@ -50,6 +49,17 @@ class Solution:
             for of in self.simulation.slots
         ]
         return html_table(repr(self), [("slot", "peak", "moves", "takes"), *rows])
+
+    @property
+    def gap(self) -> float:
+        """How far the simulated time is above the bound, relative to it; 1.0 where no bound is known."""
+        seconds = self.simulation.total_seconds
+        return max(0.0, 1 - self.bound_seconds / seconds) if seconds else 0.0
+
+    @property
+    def proven_optimal(self) -> bool:
+        """Whether no plan is faster by more than `OPTIMAL_GAP`."""
+        return self.gap <= OPTIMAL_GAP
 
     @property
     def chosen(self) -> Problem:

@@ -48,7 +48,7 @@ from graphrun.modules.contents import (
 from graphrun.modules.lora import deltas_of
 from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.quantize import quantizable_layers
-from graphrun.modules.source_files import config_file, find_folder, local_folder
+from graphrun.modules.source_files import OF_COMPONENT, OF_PART, config_file, find_folder, local_folder
 from graphrun.modules.sources import FileSource, LoadedSource, RandomSource, Source, Writer
 from graphrun.modules.stored import local_weights
 from graphrun.modules.texts import measured
@@ -240,7 +240,7 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
     source: Source = RandomSource(module, f"{component.seed}/{component.name}")
     content = Content(Path(), {})
     if (location := component.source_in(precision)) is not None:
-        place = find_folder(location, ("*.json", "*.safetensors"), component.where, component.variant)
+        place = find_folder(location, OF_COMPONENT, component.where, component.variant)
         content = content_of(component, module, place, precision)
         saved = module.state_dict(keep_vars=True)
         read |= saved
@@ -288,7 +288,7 @@ def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
             raise GraphError(f"{label}: {part.class_path} needs a config or a source", part.where)
         else:
             local = local_folder(part.source) if planning else None
-            folder = local or find_folder(part.source, ("*.json", "*.txt", "*.model"), part.where)
+            folder = local or find_folder(part.source, OF_PART, part.where)
             # diffusers' schedulers run no remote code and do not take the argument
             transformers_class = any(base.__module__.startswith("transformers.") for base in kind.__mro__)
             made = kind.from_pretrained(folder, local_files_only=True, **(_NO_REMOTE_CODE if transformers_class else {}))

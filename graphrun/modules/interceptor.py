@@ -224,7 +224,8 @@ class CallInterceptor:
         target = f" to {wanted}" if isinstance(wanted, (torch.device, torch.dtype)) else ""
         raise BrokenPlan(
             f"something moves or casts {name}{target} during the run, but the plan decides where its weights are: remove the call "
-            f"(.to, .cuda, .half, ...), or give {name} another dtype in the graph"
+            f"(.to, .cuda, .half, ...), leave out the argument that asks for it (cpu_offloading=True), or give {name} another "
+            "dtype in the graph"
         )
 
     def enter(self, module: nn.Module, name: str, method: Callable[..., Any], args: Any, kwargs: Any, *, always: bool) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.utils.weight_norm import WeightNorm
 
-from graphrun.modules.trees import tensors_in, walk
+from graphrun.modules.trees import LIBRARIES, found_in, may_hold, walk
 
 
 def memos(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
@@ -33,10 +33,9 @@ def memos(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
 
 def is_helper(value: Any) -> bool:
     """Whether ``value`` is an object of diffusers or transformers that is not a module but may hold tensors, such as a table of
-    positions.
+    positions. Objects of other classes may hold the state of a call, which a module needs later on.
     """
-    library = type(value).__module__.startswith(("diffusers", "transformers"))
-    return library and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))
+    return type(value).__module__.startswith(LIBRARIES) and may_hold(value)
 
 
 def forget(modules: Iterable[nn.Module]) -> None:
@@ -77,8 +76,7 @@ class _HelperTensors:
 
 
 def _on_device(value: Any) -> bool:
-    may_hold = isinstance(value, (torch.Tensor, list, tuple, dict))
-    return may_hold and any(tensor.device.type not in ("cpu", "meta") for tensor in tensors_in(value))
+    return any(tensor.device.type not in ("cpu", "meta") for tensor in found_in(value, torch.Tensor))
 
 
 @functools.cache

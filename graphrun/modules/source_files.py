@@ -23,10 +23,14 @@ from typing import TYPE_CHECKING, Any
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.graph import Component
 from graphrun.limits import require
+from graphrun.modules import hub
 from graphrun.reading import inside, opened, parse_json, read_json
 
 if TYPE_CHECKING:
     import torch
+
+# Files of a component's folder, and of a tokenizer's, scheduler's or processor's.
+OF_COMPONENT, OF_PART = ("*.json", "*.safetensors"), ("*.json", "*.txt", "*.model")
 
 # Half-precision copies and exports for other frameworks that many repositories have beside the weights.
 _IGNORED_PATTERNS = ["*.fp16.*", "*.fp16-*", "*.non_ema.*", "*openvino*", "*onnx*"]
@@ -41,7 +45,7 @@ _DTYPES = {
     **{"F8_E4M3": (8, "float8_e4m3fn"), "F8_E5M2": (8, "float8_e5m2"), "F8_E8M0": (8, "float8_e8m0fnu"), "F4": (4, "float4")},
 }
 _INDEX, _WEIGHTS = "*.safetensors.index*.json", "*.safetensors"
-_FILES = (".safetensors", ".gguf")
+WEIGHT_FILES = (".safetensors", ".gguf")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 
@@ -80,25 +84,26 @@ def find_folder(source: str, patterns: tuple[str, ...], where: str, variant: str
         if not os.path.exists(source):
             raise GraphError(f"no such folder: {source}; give the path of a folder, or remove source: for random weights", where)
         return Path(source)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
-
-    repository, revision, inside = split_source(source)
-    wanted = [f"{inside}/{pattern}" if inside else pattern for pattern in patterns]
-    wanted = [inside] if inside.endswith(_FILES) else wanted
-    if len(commit := commit_of(source)) == 40:  # the commit that a plan was made with, even if the branch has moved
-        revision = commit
-    ignored = [pattern for pattern in _IGNORED_PATTERNS if not variant or variant not in pattern]
-    try:
-        root = snapshot_download(repository, revision=revision, allow_patterns=wanted, ignore_patterns=ignored)
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        text = f"cannot get {source} from the hub ({_first_line(error)}); download it, and give the path of its folder"
-        raise GraphError(text, where) from error
-    place = Path(root) / inside
+    repository, _, inside = split_source(source)
+    revision, allow, ignore = asked_of(source, patterns, variant)
+    root = hub.snapshot(repository, revision, allow, ignore, what=source, where=where)
+    place = root / inside
     if not place.exists():
-        kind = "file" if inside.endswith(_FILES) else "folder"
+        kind = "file" if inside.endswith(WEIGHT_FILES) else "folder"
         raise GraphError(f"the repository {repository} has no {kind} {inside}", where)
     return place
+
+
+def asked_of(source: str, patterns: Sequence[str], variant: str = "") -> tuple[str | None, list[str], list[str]]:
+    """(revision, patterns of paths, patterns to leave out) of the files of the hub path ``source`` that match ``patterns``.
+
+    The revision is the commit in the local cache where there is one, even if the branch has moved since.
+    """
+    _, revision, inside = split_source(source)
+    allow = [inside] if inside.endswith(WEIGHT_FILES) else [f"{inside}/{pattern}" if inside else pattern for pattern in patterns]
+    commit = commit_of(source)
+    ignore = [pattern for pattern in _IGNORED_PATTERNS if not variant or variant not in pattern]
+    return commit if len(commit) == 40 else revision, allow, ignore
 
 
 def split_source(source: str) -> tuple[str, str | None, str]:
@@ -151,6 +156,12 @@ def config_file(source: str | None) -> Path | None:
 def has_weights(place: Path, variant: str = "") -> bool:
     """Whether ``place`` is a file, or a folder with safetensors or an index of them, complete or not."""
     return place.is_file() or bool(_of_variant(place, _INDEX, variant) or _of_variant(place, _WEIGHTS, variant))
+
+
+def complete(source: str, where: str, variant: str = "") -> bool:
+    """Whether all files of weights of ``source`` are local."""
+    place = local_place(source)
+    return place is not None and has_weights(place, variant) and all(file.exists() for file in _listed(place, where, variant))
 
 
 def stored_tensors(place: Path, where: str, variant: str = "") -> tuple[Stored, ...]:

@@ -19,7 +19,6 @@ from graphrun.errors import GraphError, GraphrunError, StageError
 from graphrun.graph.graph import Graph, Reference, Stage
 from graphrun.graph.media import opened
 from graphrun.graph.order import read_by
-from graphrun.limits import require
 from graphrun.modules.interceptor import CallInterceptor
 from graphrun.modules.trees import walk
 from graphrun.ops.block import block
@@ -125,7 +124,6 @@ class Stages:
         absent = {name: module for name, module in self.meta_modules.items() if name not in used}
         partial = all(stage.op == "encode_prompt" for stage in graph.stages)
         arguments = {key: self._value(value) for key, value in stage.arguments.items()}
-        _refuse_large(stage, arguments)
         failing = _typed_errors(stage, graph.pipeline.rpartition(".")[2], _plain(arguments))
         with failing, CallInterceptor(absent, device, self._refuse), torch.no_grad():
             pipeline = assemble(graph, {**absent, **used}, self.parts, device, partial=partial)
@@ -163,16 +161,6 @@ class Stages:
         if value.kind == "input":
             return opened(self.inputs[value.name])
         return materialized(self.named[f"{value.name}.{value.output}"], self.device)
-
-
-def _refuse_large(stage: Stage, arguments: Mapping[str, Any]) -> None:
-    """Raises InputError for arguments above the limits: pipelines compute tables of their sizes on the host, or loop."""
-    numbers = {name: value for name, value in arguments.items() if isinstance(value, int)}
-    for name, value in numbers.items():
-        if name.endswith("steps"):
-            require("steps", value, f"stages.{stage.name}: {name} is {value:,}", stage.where)
-    height, width = numbers.get("height", 1), numbers.get("width", 1)
-    require("pixels", height * width, f"stages.{stage.name}: {width} x {height} are {height * width:,} pixels", stage.where)
 
 
 def _plain(arguments: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ argument shapes, and returns zeros of the right shape. The 28 denoising steps of
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -28,15 +28,16 @@ from graphrun.modules.interceptor import CallInterceptor
 from graphrun.modules.memos import forget
 from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.stored import holding, local_weights
-from graphrun.modules.trees import computing_on, tensors_in, walk
+from graphrun.modules.trees import PLAIN, computing_on, content_of, found_in, holders_in, may_hold, tensors_in, walk
 from graphrun.ops import Stages
 from graphrun.profile.block_groups import block_paths, group_blocks, group_layers, routed_lists
-from graphrun.profile.meta_ops import META, autocast_off_on_meta
+from graphrun.profile.meta_ops import META
 from graphrun.profile.quantized import block_bytes_by_precision, laid_out_bytes, quantized_shapes, widened
 from graphrun.profile.recorder import FusedAttention, Recorder
-from graphrun.profile.recording import Call, ComponentProfile, DryRun, Recording, StageEnd
+from graphrun.profile.recording import Call, ComponentProfile, DryRun, Event, Recording, StageEnd
 from graphrun.profile.repeats import Repeats
 from graphrun.profile.returned import Returned, returned
+from graphrun.sim.autocast import dtype_on, following
 from graphrun.sim.tensor import SimTensor
 from graphrun.units import MIB, round_up
 
@@ -88,9 +89,10 @@ class Prober:
         self.routed: dict[str, set[str]] = defaultdict(set)  # see `routed_lists`
         self._traces: dict[Any, tuple[Call, Returned]] = {}
 
-    def signature(self, component: str, entry: str, args: Any, kwargs: Any) -> Any:
-        """A key that is equal for calls that one trace can serve: same component, entry point and argument shapes."""
-        return component, entry, _signature(args), _signature(kwargs)
+    def signature(self, component: str, entry: str, args: Any, kwargs: Any, device_type: str = sim.device.type) -> Any:
+        """A key that is equal for calls that one trace can serve: same component, entry point and argument shapes, under the same
+        autocast for ``device_type``."""
+        return component, entry, _signature(args), _signature(kwargs), dtype_on(device_type)
 
     def trace(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, Returned]:
         """The call as traced for its signature, and what it returns."""
@@ -137,10 +139,18 @@ class Prober:
         """Traces the call on ``device``: on meta, or on the CPU if ``component`` has its weights there."""
         module = self.meta_modules[component]
         units = block_paths(module, self.routed[component])
-        call, result = self._record(module, units, proceed, args, kwargs, device)
-        if picked := routed_lists(units, call.entered):
-            self.routed[component] |= picked
-            call, result = self._record(module, block_paths(module, self.routed[component]), proceed, args, kwargs, device)
+        try:
+            call, result, kept = self._record(module, units, proceed, args, kwargs, device)
+            if picked := routed_lists(units, call.entered):
+                self.routed[component] |= picked
+                forget([module])
+                units = block_paths(module, self.routed[component])
+                call, result, kept = self._record(module, units, proceed, args, kwargs, device)
+            if call.kept and _holds_tensors(module):  # are they reused by the next call, or replaced?
+                again, *_ = self._record(module, units, proceed, args, kwargs, device, kept)
+                call = _with_state_before(call, again)
+        finally:
+            forget([module])
         input_bytes = sum(
             round_up(t.untyped_storage().nbytes(), ROUND_BYTES)
             for t in {id(t): t for t in tensors_in((args, kwargs))}.values()
@@ -151,27 +161,61 @@ class Prober:
         return made, result
 
     def _record(
-        self, module: nn.Module, blocks: list[str], proceed: Callable[..., Any], args: Any, kwargs: Any, device: torch.device
-    ) -> tuple[Call, Returned]:
+        self,
+        module: nn.Module,
+        blocks: list[str],
+        proceed: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        device: torch.device,
+        before: Collection[torch.UntypedStorage] = (),
+    ) -> tuple[Call, Returned, list[torch.UntypedStorage]]:
+        """The call, what it returns, and what it leaves in the component, where an earlier call left ``before``."""
         on_meta = device == META
         self.interceptor.device = device
         recorder = Recorder(module, blocks, device)
         try:
             with _disable_current_modes():
                 arguments = computing_on(device, *walk((args, kwargs), _to_meta if on_meta else torch.Tensor.cpu))
-                recorder.ignore(tensors_in(arguments))
+                given, holders = tensors_in(arguments), holders_in(arguments)
+                held = [list(map(id, found_in(holder, torch.Tensor))) for holder in holders]
+                recorder.ignore(given, before)
                 repeats = Repeats(module, recorder) if on_meta else nullcontext()
                 fused = FusedAttention(recorder) if on_meta else nullcontext()
-                with torch.no_grad(), autocast_off_on_meta(), repeats, fused, recorder:
+                with torch.no_grad(), following(dtype_on(sim.device.type)), repeats, fused, recorder:
                     out = proceed(*arguments[0], **arguments[1])
-                result = returned(out, arguments, recorder.weights, device)
-                del out
+                put = {n: content_of(holder) for n, holder in enumerate(holders) if list(map(id, tensors_in(holder))) != held[n]}
+                result = returned(out, given, put, recorder.weights, device)
+                del out, put, holders, arguments
                 recorder.end()
+                kept = recorder.live
         finally:
             self.interceptor.device = sim.device
             recorder.close()
-            forget([module])
-        return recorder.record, result
+        return recorder.record, result, kept
+
+
+def _holds_tensors(module: nn.Module) -> bool:
+    """Whether ``module`` or one inside it holds a tensor beside its weights."""
+    tables = vars(nn.Module()).keys()
+    held = (value for child in module.modules() for key, value in vars(child).items() if key not in tables)
+    return any(next(found_in(value, torch.Tensor), None) is not None for value in held if type(value) not in PLAIN)
+
+
+def _with_state_before(call: Call, again: Call) -> Call:
+    """``call`` beside what the call before it left in the component and it replaces: what ``again``, the same call once more, keeps
+    too (frames that causal convolutions see in the next piece). Tables of positions are reused instead, so ``again`` keeps none."""
+    sizes = {event.key: event.nbytes for event in again.events if event.nbytes}
+    first = 1 + max((event.key for event in call.events), default=0)
+    before = [Event(first + number, sizes[key]) for number, key in enumerate(again.kept)]
+    shift = len(before)
+    return replace(
+        call,
+        events=[*before, *call.events, *(Event(event.key, 0) for event in before)],
+        products=[product._replace(event=product.event + shift) for product in call.products],
+        spans=[span._replace(begin=span.begin + shift, end=span.end + shift) for span in call.spans],
+        kept=[*call.kept, *(event.key for event in before)],
+    )
 
 
 def _in_every_precision(profile: ComponentProfile, graph: Graph, component: Component, module: nn.Module) -> ComponentProfile:
@@ -228,4 +272,6 @@ def _signature(value: Any) -> Any:
         return tuple((key, _signature(item)) for key, item in value.items())
     if isinstance(value, (list, tuple)):
         return tuple(_signature(item) for item in value)
-    return value if isinstance(value, (bool, int, str, type(None))) else type(value)
+    if isinstance(value, (bool, int, str, type(None))):
+        return value
+    return (type(value), *(_signature(tensor) for tensor in tensors_in(value))) if may_hold(value) else type(value)

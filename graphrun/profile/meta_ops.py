@@ -3,40 +3,17 @@
 For most operators, torch's meta implementation is Python and takes ten times as long as a cache lookup. A result may be cached
 if it is new: the operator's schema writes to no argument and returns no view, the arguments are plain meta tensors and plain
 values, and the returned tensors have storages of their own, exactly as large as needed. Independent of what is recorded.
-
-Also makes `torch.autocast` usable on meta, a device type that it does not support: code may turn it off for a tensor's device,
-or on in fp32 (Mochi's positions), which turns it off on every device. Turning it on otherwise raises torch's own error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
-
-
-@contextmanager
-def autocast_off_on_meta() -> Iterator[None]:
-    """A context in which ``torch.autocast("meta", enabled=False)`` and ``torch.autocast("meta", torch.float32)`` do nothing."""
-    kind: Any = torch.autocast
-    own = kind.__init__
-
-    def begin(autocast: Any, device_type: str, dtype: Any = None, enabled: bool = True, **more: Any) -> None:
-        if device_type == "meta" and (not enabled or dtype == torch.float32):
-            device_type, dtype, enabled = "cpu", None, False
-        own(autocast, device_type, dtype, enabled, **more)
-
-    kind.__init__ = begin
-    try:
-        yield
-    finally:
-        kind.__init__ = own
-
 
 META = torch.device("meta")
 # Enough for many models and sizes: FLUX's transformer at one size has about 60 entries.

@@ -35,6 +35,7 @@ from graphrun.profile.corrections import Convolution, attention_scratch, convolu
 from graphrun.profile.costs import tiles
 from graphrun.profile.meta_ops import META, on_meta
 from graphrun.profile.recording import Call, Event, Kernel, KernelClass, Product, Span
+from graphrun.sim.autocast import dtype_on
 from graphrun.sim.flops import launches_kernel
 from graphrun.units import round_up
 
@@ -103,10 +104,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kept by the component."""
         self.record.kept = [key for key, _ in self._live.values()]
 
-    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Leaves out the storages of ``tensors``, the inputs or weights of the call: they exist before it. Their
+    @property
+    def live(self) -> list[torch.UntypedStorage]:
+        """The storages that the call allocated and that are there now."""
+        return [storage for _, reference in self._live.values() if (storage := reference()) is not None]
+
+    def ignore(self, tensors: Iterable[torch.Tensor], storages: Iterable[torch.UntypedStorage] = ()) -> None:
+        """Leaves out the storages of ``tensors``, the inputs or weights of the call, and ``storages``: they exist before it. Their
         release is not recorded either."""
-        self._existing |= {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+        every = (*(tensor.untyped_storage() for tensor in tensors), *storages)
+        self._existing |= {storage._cdata: storage for storage in every}
 
     def close(self) -> None:
         """Removes the hooks, and records the release of everything that is still live: outputs, and what the component keeps."""
@@ -358,6 +365,8 @@ class FusedAttention(TorchFunctionMode):
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
         query, key, value = (*args, *(kwargs[name] for name in ("query", "key", "value")[len(args) :]))[:3]
+        if (lower := dtype_on("sim")) is not None:
+            query, key, value = (tensor.to(lower) for tensor in (query, key, value))
         shape = (*query.shape[:-1], value.shape[-1])
         by_head = query.new_empty(*shape[:-3], shape[-2], shape[-3], shape[-1]).transpose(-3, -2) if len(shape) > 3 else None
         out = query.new_empty(shape) if by_head is None else by_head

@@ -78,7 +78,8 @@ class Call:
     parameters and buffers that an operator read. ``outside``: layers with a tensor that was read outside of their own calls.
     ``loose``: modules inside a block that were called, or of which a tensor was read, while the block did not run.
     ``input_bytes``: bytes of the device tensors among the arguments; ``output_bytes``: among the results. ``kept``: keys of tensors
-    that the component keeps after the call (position tables) and reuses in later calls; of a section, keys of its results.
+    that the component keeps after the call and reuses (position tables) or replaces (frames for the next piece) in later calls; of
+    a section, keys of its results.
     """
 
     component: str = ""

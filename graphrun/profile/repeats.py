@@ -4,7 +4,7 @@ Decides which calls are equal; independent of what they record (see `graphrun.pr
 
 Two calls are equal if their tensors have the same shapes, strides and dtypes and all other arguments are equal. A call is
 replayed only if the first one had no side effects besides its result: Wan's decoder stores frames for its next call in a list
-argument, so it always runs.
+argument, and a causal convolution may keep its input in an attribute, so these always run.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from graphrun.modules.trees import PLAIN, found_in
 from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import Call
 
@@ -91,6 +92,7 @@ class Repeats:
                 return self._replay(path, leaves, first)
             references = [_reference(leaf) for leaf in leaves]
             del leaves  # tensors that the call removes from a container must be released
+            before = _held(module)
             with self.recorder.section() as section:
                 out = run(module, *args, **kwargs)
             outs, out_spec = tree_flatten(out)
@@ -102,7 +104,7 @@ class Repeats:
             ]
             new_tensors = [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
             repeatable = self.recorder.repeatable(section, new_tensors)
-            if repeatable is not None and same:
+            if repeatable is not None and same and _held(module) == before:
                 with _disable_current_modes():
                     self._first[key] = Repeatable(path, repeatable, [_empty_like(leaf) for leaf in results], out_spec)
             return out
@@ -120,6 +122,17 @@ class Repeats:
 def _has_foreign_hooks(module: nn.Module) -> bool:
     """Whether other code hooks every call: transformers collects hidden states by hooks on the layers."""
     return any(not hook.__module__.startswith("graphrun.") for hook in module._forward_hooks.values())
+
+
+def _held(module: nn.Module) -> list[tuple[int, str, int]]:
+    """Which tensors ``module`` and the modules inside it hold beside weights, as (module, attribute, address of the tensor)."""
+    return [
+        (id(inner), key, id(tensor))
+        for inner in module.modules()
+        for key, value in vars(inner).items()
+        if type(value) not in PLAIN and key not in INDEX_ATTRIBUTES
+        for tensor in found_in(value, torch.Tensor)
+    ]
 
 
 def _structure(block: nn.Module) -> Any:

@@ -7,7 +7,7 @@ Files are written to a temporary name and renamed, so that they are complete or 
     audio     wav; flac where the package soundfile is installed
     tensors   safetensors
 
-Files say in their metadata what they were made of (`graphrun.report.made_of`), but for flac and bmp.
+Files say in their metadata what they were made of (`made_of`), but for flac and bmp.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from graphrun.errors import InputError
+from graphrun.graph.media import told
 from graphrun.graph.schema import FASTEST_FPS, SLOWEST_FPS
 from graphrun.report.plan_files import require_writable, write_with, writing
 
@@ -41,6 +42,18 @@ FPS = 16.0  # default frame rate: that of Wan's videos
 
 # The output files of a run: a path for each output that is written, or one for all under the name "". Without suffix: a folder.
 Files = Mapping[str, Path]
+
+
+def made_of(graph: str, inputs: Mapping[str, Any], plan: str, version: str) -> dict[str, Any]:
+    """What an output is made of, for its metadata: the graph's name, all inputs (media by their size), digest of the plan, and
+    versions: graphrun's ``version`` and those of the libraries."""
+    import diffusers
+    import torch
+    import transformers
+
+    plain = {name: value if isinstance(value, str | int | float) else told(value) for name, value in inputs.items()}
+    libraries = {of.__name__: of.__version__ for of in (torch, diffusers, transformers)}
+    return {"graph": graph, "inputs": plain, "plan": plan, "versions": {"graphrun": version, **libraries}}
 
 
 def numbered(files: Files, number: int) -> Files:

@@ -48,7 +48,7 @@ def report_page(solution: Solution, measured: Trace | None, points: Sequence[Poi
         f"{report.phase} {report.part}".strip(): (report.compute_seconds, of)
         for report, of in zip(simulation.slots, parts_of(solution), strict=True)
     }
-    drawings = [("Planned", simulation.events, _planned(simulation.slots))]
+    drawings = [("Planned", simulation.events, planned_slots(simulation.slots))]
     drawings += [("Measured", measured.events, measured.slots)] if measured else []
     for name, events, slots in drawings:
         first = [event for event in events if event.slot < len(solution.plan.slots)]
@@ -70,7 +70,7 @@ def report_page(solution: Solution, measured: Trace | None, points: Sequence[Poi
     return _PAGE.format(title=escape(title), style=style, body="\n".join(sections))
 
 
-def _planned(reports: Sequence[SlotReport]) -> tuple[SlotTrace, ...]:
+def planned_slots(reports: Sequence[SlotReport]) -> tuple[SlotTrace, ...]:
     """``reports`` as if they had been measured: one after another, from 0."""
     ends = list(accumulate((report.seconds for report in reports), initial=0.0))
     return tuple(
@@ -132,7 +132,7 @@ def _pairs(of: Mapping[str, Any]) -> str:
 def _cards(solution: Solution, simulation: Simulation, measured: Trace | None) -> str:
     problem = solution.problem
     cards = [
-        ("predicted", show_seconds(simulation.seconds), proof(solution, simulation.total_seconds)),
+        ("predicted", show_seconds(simulation.seconds), proof(solution)),
         ("peak", show_size(simulation.peak_bytes), f"of {show_size(problem.effective_bytes)} for tensors"),
         ("moved in", show_size(simulation.moved_bytes), f"{show_seconds(simulation.compute_seconds)} of compute"),
         ("host peak", show_size(simulation.host_peak_bytes), f"of {show_size(problem.ram_bytes)}"),

@@ -115,10 +115,8 @@ def solution_in(data: Any, path: Path) -> tuple[Solution, dict[str, Any]]:
     bound, objective = (saved.get(name) or 0.0 for name in ("bound_seconds", "objective_seconds"))
     if not (isinstance(bound, int | float) and isinstance(objective, int | float)):
         raise PlanError("is damaged: bound_seconds and objective_seconds are numbers; plan again", str(path))
-    solution = solution_of(problem, plan, bool(saved.get("proven_optimal")), float(bound))
-    objective = float(objective) or solution.simulation.total_seconds
-    gap = max(0.0, objective - solution.bound_seconds) / max(objective, 1e-12)
-    return replace(solution, objective_seconds=objective, gap=gap), saved
+    solution = solution_of(problem, plan, float(bound), float(objective))
+    return (solution if objective else replace(solution, objective_seconds=solution.simulation.total_seconds)), saved
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -18,7 +18,7 @@ from rich.progress import Progress as Bar
 from graphrun.model.plan import Plan
 from graphrun.model.simulation import Simulation
 from graphrun.reading import printable
-from graphrun.units import show_seconds
+from graphrun.units import show_seconds, show_size
 
 Say = Callable[[str], None]
 Clock = Callable[[], float]
@@ -124,6 +124,31 @@ class Progress(Shown):
         total = sum(calls for _, calls in of_phase)
         steps = next((steps for steps in self._steps if steps and total % steps == 0), total)
         return (-(-done * steps // total) if total else 0), steps
+
+
+class DownloadProgress(Shown):
+    """The progress of a download, called with what is done, the bytes done, and the bytes in all (`graphrun.modules.hub.Progress`).
+
+    Bytes per second and the time left are of this call of the command: what an earlier one had downloaded took no time.
+    """
+
+    def __init__(self, name: str, say: Say | None, clock: Clock = time.perf_counter) -> None:
+        self.name, self._said, self._doing = name, clock(), ""
+        super().__init__(0.0, say, clock)
+
+    def __call__(self, doing: str, done: int, total: int) -> None:
+        if doing != self._doing:
+            self._doing = doing
+            self.begin(total)
+        self.total_seconds, now = total, self._clock()
+        text = f"{doing} {self.name}: {show_size(done)} of {show_size(total)}"
+        if done and now > self._start:
+            self.done_seconds = done
+            text += f", {show_size(done / (now - self._start))}/s, {self.left}"
+        self._reach(done, text)
+        if now - self._said >= LINE_SECONDS:
+            self._said = now
+            self._line(f"  {text}")
 
 
 class BatchProgress(Shown):

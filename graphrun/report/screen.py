@@ -84,7 +84,7 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
             _host(problem, simulation),
             f"predicted {show_range(simulation.seconds, hardware.seconds_range(simulation.seconds))}"
             f" = {show_seconds(simulation.compute_seconds)} compute"
-            f" + {show_seconds(exposed)} exposed transfer{session}  {proof(solution, simulation.total_seconds)}"
+            f" + {show_seconds(exposed)} exposed transfer{session}  {proof(solution)}"
             f" (bound {show_seconds(solution.bound_seconds)}{solved})",
         )
     )
@@ -95,7 +95,7 @@ def _subject(solution: Solution, look: Look) -> str:
     problem = solution.problem
     budgets = f"budget {show_size(problem.budget_bytes)}, {show_size(problem.effective_bytes)} of it for tensors"
     reserve = f", {show_size(problem.reserve_bytes)} reserve" if problem.reserve_bytes else ""
-    proven = proof(solution, solution.simulation.total_seconds)
+    proven = proof(solution)
     plan = f"{budgets}{reserve}; RAM {show_size(problem.ram_bytes)}; {regime(problem)}; {proven}"
     return look.folded(f"plan {subject(problem)}", plan, *_helpers(problem, solution.simulation), *_choices(solution))
 
@@ -137,11 +137,13 @@ def regime(problem: Problem) -> str:
     return "cold run" if problem.runs == 1 else f"session of {problem.runs} runs"
 
 
-def proof(solution: Solution, seconds: float) -> str:
-    """``optimal``, or within how many percent of the optimum a plan that takes ``seconds`` is proven to be."""
+def proof(solution: Solution) -> str:
+    """``optimal``, or within how many percent of the optimum the plan is proven to be."""
     if solution.proven_optimal:
         return "optimal"
-    return f"within {100 * max(solution.gap, 1 - solution.bound_seconds / seconds):.2g} % of optimal"
+    if not solution.bound_seconds:
+        return "not proven to be optimal"
+    return f"within {100 * solution.gap:.2g} % of optimal"
 
 
 def _host(problem: Problem, simulation: Simulation) -> str:

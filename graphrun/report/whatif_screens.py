@@ -241,7 +241,7 @@ def _cells(point: Point) -> list[str | float]:
         point.moved_bytes,
         point.peak_bytes,
         spare_bytes,
-        proof(solution, point.seconds).removesuffix(" of optimal"),
+        proof(solution).removesuffix(" of optimal"),
     ]
 
 

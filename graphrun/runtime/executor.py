@@ -113,6 +113,11 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def begun(self) -> bool:
+        """Whether the next run finds what an earlier one left."""
+        return self._begun
+
     @on_host()
     def run(self, work: Work | Stages, progress: Progress | None = None) -> Trace:
         """One run. Raises PlanError when the plan is for one run and this is not the first."""

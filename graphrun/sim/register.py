@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from graphrun.errors import GraphrunError
+from graphrun.sim import autocast
 from graphrun.sim.active import active, active_machine
 from graphrun.sim.clock import Clock
 from graphrun.sim.clock import Stream as Timeline
@@ -53,8 +54,8 @@ class SimStream:
 class DeviceModule:
     """The module ``torch.sim``: the functions of a device module that PyTorch and pipelines call. Sizes in bytes."""
 
-    def __init__(self, library: Any) -> None:
-        self._library = library  # kernels are unregistered when it is freed
+    def __init__(self, *libraries: Any) -> None:
+        self._libraries = libraries  # kernels are unregistered when these are freed
 
     def is_initialized(self) -> bool:
         """True: there is nothing to initialize."""
@@ -88,7 +89,7 @@ class DeviceModule:
         torch.set_rng_state(state)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Called by ``torch.autocast("sim", enabled=False)``, which language models' position embeddings use."""
+        """Called by ``torch.autocast("sim")`` (`graphrun.sim.autocast`)."""
         return [torch.bfloat16, torch.float16]
 
     def synchronize(self, device: Any = None) -> None:
@@ -134,7 +135,7 @@ def register() -> None:
     for name in (name.removeprefix("aten::") for name in (*SPECIAL, *sorted(LEAVES))):
         library.impl(name, _kernel(name), "PrivateUse1")
     SimTensor.__torch_dispatch__ = staticmethod(dispatch)
-    _setup(NAME, backend_module=DeviceModule(library))
+    _setup(NAME, backend_module=DeviceModule(library, *autocast.register()))
 
 
 def _kernel(name: str) -> Any:

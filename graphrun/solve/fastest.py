@@ -37,7 +37,6 @@ ROUNDS = 3  # large programs: one
 DEEPER = (3, 4)  # ring depths to try where compute waits for a ring of two blocks
 TOLERANCE = 1.001  # simulated over predicted seconds above which a better plan is sought; least gain of splitting into layers
 MOST_SINGLE_K = 6  # values of K that are tried for the baseline single K, the largest that fit: smaller ones are hardly ever faster
-PROVEN_GAP = 1e-5
 
 
 def fastest(problem: Problem) -> Solution | None:
@@ -96,7 +95,7 @@ def _repeated_run(problem: Problem, known: Formulation) -> Solution | None:
     objective = problem.runs * once.objective_seconds
     least_further = (problem.runs - 1) * once.simulation.compute_seconds  # as if every copy of the further runs overlapped compute
     bound = min(once.bound_seconds + least_further, objective)
-    return checked_solution(problem, plan, False, bound, objective, 1 - bound / objective)
+    return checked_solution(problem, plan, bound, objective)
 
 
 def _solve_as_split(problem: Problem, known: Formulation | None = None, *, baselines: bool = True) -> Solution | None:
@@ -114,12 +113,10 @@ def _solve_as_split(problem: Problem, known: Formulation | None = None, *, basel
         alone = [replace(each, program=of) for each in found if (of := each.program.on_first_device()) is not None]
         if (second := choose_for([each.program for each in alone])) is not None:
             pairs.append((second, alone[second.number]))
-    refined = [(*_refined(problem, chosen, answer, baselines), answer) for answer, chosen in pairs]
-    program, best, answer = min(refined, key=lambda each: each[1].rank())
-    objective, least = program.seconds(best.choice), answer.program.seconds(answer.choice)
-    gap = max(0.0, least - first.bound) / least if least > 0 else 0.0
-    proven = every and first.proven and gap <= PROVEN_GAP
-    return Solution(problem, best.plan, best.simulation, proven, min(first.bound, objective), objective, gap)
+    refined = [_refined(problem, chosen, answer, baselines) for answer, chosen in pairs]
+    program, best = min(refined, key=lambda each: each[1].rank())
+    objective = program.seconds(best.choice)
+    return Solution(problem, best.plan, best.simulation, min(first.bound, objective) if every else 0.0, objective)
 
 
 def _refined(problem: Problem, chosen: StageChoice, first: Answer, baselines: bool) -> tuple[Program, _Candidate]:

@@ -16,7 +16,7 @@ from graphrun.errors import InputError
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
 from graphrun.solve.infeasible import smallest_budget, smallest_ram
-from graphrun.solve.pages import solved
+from graphrun.solve.pages import carried_over, solved
 from graphrun.units import MIB, html_table, parse_size, show_seconds, show_size
 
 # Limit of `sizes_between` and `values_between`. Each budget is one solve, each value of an input one dry run of seconds; a table
@@ -66,12 +66,21 @@ class Frontier(tuple[Point, ...]):
 
 
 def frontier(problem: Problem, budgets: Iterable[int], solve: Callable[[Problem], Solution | None] = solved) -> Frontier:
-    """One point per budget of ``budgets`` (bytes of VRAM), in their order, infeasible ones included.
+    """One point per budget of ``budgets`` (bytes of VRAM), in their order, infeasible ones included. Where a plan for a smaller one
+    of them is faster than what is found for a larger one, it is the plan for both.
 
     ``solve``: returns a solution, or None where nothing fits.
     """
-    least_bytes = smallest_budget(problem)
-    return Frontier(_point(replace(problem, budget_bytes=budget), least_bytes, solve) for budget in budgets)
+    least_bytes, asked = smallest_budget(problem), list(budgets)
+    points, best = dict[int, Point](), None
+    for budget in sorted(set(asked)):
+        of = replace(problem, budget_bytes=budget)
+        found = solve(of)
+        if best is not None and (found is None or _seconds(best) < _seconds(found)):
+            found = carried_over(of, best, best.bound_seconds if found is None else found.bound_seconds) or found
+        points[budget] = _point(of, least_bytes, found)
+        best = found
+    return Frontier(points[budget] for budget in asked)
 
 
 def budgets_around(problem: Problem, count: int = 8) -> tuple[int, ...]:
@@ -85,9 +94,13 @@ def budgets_around(problem: Problem, count: int = 8) -> tuple[int, ...]:
     return tuple(sorted({*spread, problem.budget_bytes}))
 
 
-def _point(problem: Problem, least_bytes: int, solve: Callable[[Problem], Solution | None]) -> Point:
+def _seconds(solution: Solution) -> float:
+    return solution.simulation.total_seconds
+
+
+def _point(problem: Problem, least_bytes: int, solution: Solution | None) -> Point:
     least = (problem.budget_bytes, least_bytes, smallest_ram(problem))
-    if (solution := solve(problem)) is None:
+    if solution is None:
         return Point(*least, None)
     found = solution.simulation
     compute = found.compute_seconds + (problem.runs - 1) * sum(slot.compute_seconds for slot in found.again)

@@ -100,12 +100,11 @@ ROUGH_GAP = 0.02  # relative gap of a first solution where one is hard to find
 
 @dataclass(frozen=True, slots=True)
 class MilpResult:
-    """The solver's answer: a value per column, the objective's value and the bound on it, and whether optimality was proven."""
+    """The solver's answer: a value per column, the objective's value and the bound on it."""
 
     values: NDArray[np.float64]
     value: float
     bound: float
-    proven: bool
 
 
 class MilpModel:
@@ -215,7 +214,7 @@ def _run(lp: highspy.HighsLp, options: Mapping[str, bool | int | float], start: 
     value = float(info.objective_function_value)
     bound = float(info.mip_dual_bound) if len(lp.integrality_) else value
     values = np.array(highs.getSolution().col_value)
-    return MilpResult(values, value, bound, highs.getModelStatus() == highspy.HighsModelStatus.kOptimal)
+    return MilpResult(values, value, bound)
 
 
 def _arrays(rows: Sequence[Row]) -> list[NDArray[Any]]:

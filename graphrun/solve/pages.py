@@ -16,7 +16,7 @@ from dataclasses import replace
 from graphrun.model.allocator import LARGE_PAGE_BYTES
 from graphrun.model.problem import PhaseNumbers, Problem
 from graphrun.model.solution import Solution
-from graphrun.solve.fastest import PROVEN_GAP, fastest
+from graphrun.solve.fastest import fastest
 from graphrun.solve.granularity import split_into_layers
 from graphrun.solve.least import has_usable_variants, smallest_tensor_budget, with_ample_host
 from graphrun.units import round_up
@@ -33,7 +33,11 @@ def solved(problem: Problem) -> Solution | None:
     if (found := _within_pages(problem)) is not None or not problem.counts_pages or fastest(problem) is None:
         return found
     least = _least(_unlimited(problem))
-    return _of(problem, least, least.bound_seconds) if least is not None and _peak_bytes(least) <= problem.effective_bytes else None
+    return (
+        carried_over(problem, least, least.bound_seconds)
+        if least is not None and _peak_bytes(least) <= problem.effective_bytes
+        else None
+    )
 
 
 def smallest_budget(problem: Problem) -> int:
@@ -62,7 +66,7 @@ def _least(problem: Problem) -> Solution | None:
         if found is None and (ample := with_ample_host(problem)) != problem:
             problem = ample
             continue
-        if found is None or (solution := _of(of, found, found.bound_seconds)) is None:
+        if found is None or (solution := carried_over(of, found, found.bound_seconds)) is None:
             break
         short = solution.short_of_pages()
         if all(part for _, part in short):  # helpers keep to their budgets
@@ -102,21 +106,19 @@ def _within_pages(problem: Problem) -> Solution | None:
         if found is None:
             return None
         bound = found.bound_seconds if bound is None else bound
-        solution = _of(problem, found, bound) if reserve else in_pages(found)
+        solution = carried_over(problem, found, bound) if reserve else in_pages(found)
         if solution is None or not (short := solution.short_of_pages()):
             return solution
         reserve |= {key: nbytes if trial < ROUNDS - 3 else round_up(nbytes, page_bytes) for key, nbytes in short.items()}
     return None
 
 
-def _of(problem: Problem, found: Solution, bound_seconds: float) -> Solution | None:
+def carried_over(problem: Problem, found: Solution, bound_seconds: float) -> Solution | None:
     """The plan of ``found`` as a solution of ``problem``, whose numbers differ in budgets and in what is set aside."""
     layers = {component.name for component in found.problem.components if component.granularity == "layers"}
     of = split_into_layers(problem, layers)
     objective = found.objective_seconds
-    bound = min(bound_seconds, objective)
-    gap = 1 - bound / objective if objective else 0.0
-    return checked_solution(of, replace(found.plan, problem=of.digest), gap <= PROVEN_GAP, bound, objective, gap)
+    return checked_solution(of, replace(found.plan, problem=of.digest), min(bound_seconds, objective), objective)
 
 
 def with_pages_of_least(problem: Problem) -> Problem:

@@ -14,8 +14,10 @@ from graphrun.solve.linear import GAP, ROUGH_GAP, Linear, MilpResult, Row
 from graphrun.solve.milp import Formulation
 from graphrun.solve.program import Choice, Program
 
-ROUNDS = 3
-MARGIN_GROWTH = 256  # per round, where keeping the excess free was not enough: HiGHS exceeds 8 GiB by up to 8 bytes
+# HiGHS takes a row as kept, and a value as whole, within 1e-6: 8 GiB are exceeded by up to 8 bytes, and a block of 400 MB by 400.
+# The margin grows per round, where keeping the excess free was not enough: the last is 65,536 times the excess.
+ROUNDS = 4
+MARGIN_GROWTH = 256
 # Columns of one program, and of all programs that are equally fast. Above either, variants, order and options are those of the
 # first fastest solution found, even if others are as fast. LARGE_GAPS: relative gaps of seconds, bytes moved and memory in a large
 # program.
@@ -63,7 +65,6 @@ class Answer:
     program: Program
     choice: Choice
     bound: float
-    proven: bool
     large: bool = False
 
 
@@ -80,14 +81,14 @@ def choose(formulations: Sequence[Formulation], goals: Sequence[Goal] = GOALS) -
         found = _minimise_in_order(formulations, LAYER_GOALS if layered else goals)
         if found is None:
             return None
-        number, answer, bound, proven = found
+        number, answer, bound = found
         of = formulations[number]
         if layers := of.layer_columns:
             answer = of.model.rounded(answer, layers, _refine_goal(of)[0], ROUNDING_GAPS[of.model.size > MOST_LARGE]) or answer
         program, choice = of.choice(answer.values)
         excess = program.excess_bytes(choice)
         if not excess:
-            return Answer(number, program, choice, bound, proven, of.model.size > LARGE)
+            return Answer(number, program, choice, bound, of.model.size > LARGE)
         more = {tier: of.margins.get(tier, 0) + MARGIN_GROWTH**trial * nbytes for tier, nbytes in excess.items()}
         formulations[number] = Formulation(of.program, of.factors, {**of.margins, **more}, depth=of.depth, leaves=of.leaves)
     raise BrokenPlan("the solver found no plan where one exists, which is a bug; report it with the JSON form of the problem")
@@ -102,12 +103,12 @@ def can_reach(formulation: Formulation, seconds: float) -> bool:
     return model.minimise(of, enough, gap=1.0) is not None
 
 
-def _minimise_in_order(formulations: list[Formulation], goals: Sequence[Goal]) -> tuple[int, MilpResult, float, bool] | None:
+def _minimise_in_order(formulations: list[Formulation], goals: Sequence[Goal]) -> tuple[int, MilpResult, float] | None:
     """Minimises ``goals`` in order of priority; each result limits the search for the next. Returns the index of the formulation,
-    its result, the bound of the first goal and whether it was proven."""
+    its result and the bound of the first goal."""
     candidates: dict[int, MilpResult] = {}
     limits = list[tuple[Goal, float]]()
-    bound, proven = 0.0, False
+    bound = 0.0
     fixed: dict[int, float] | None = None
     for goal, most in zip(goals, LARGE_GAPS, strict=False):
         of = list(candidates) if limits else list(range(len(formulations)))
@@ -119,7 +120,7 @@ def _minimise_in_order(formulations: list[Formulation], goals: Sequence[Goal]) -
             break
         candidates = dict(results)
         if not limits:
-            bound, proven = least, all(found.proven for found in results.values())
+            bound = least
             if large or sum(formulations[n].model.size for n in candidates) > MOST_LARGE:
                 number = min(candidates)
                 of_variants = formulations[number].chosen_in(candidates[number].values)
@@ -129,7 +130,7 @@ def _minimise_in_order(formulations: list[Formulation], goals: Sequence[Goal]) -
             fixed = (fixed or {}) | formulations[number].compute_slot_columns(found.values)
         limits.append((goal, best))
     number = min(candidates, default=0)
-    return (number, candidates[number], bound, proven) if candidates else None
+    return (number, candidates[number], bound) if candidates else None
 
 
 def minimise_over(

@@ -12,16 +12,9 @@ from graphrun.verify.pages import reserved_bytes
 from graphrun.verify.simulate import simulate
 
 
-def solution_of(
-    problem: Problem,
-    plan: Plan,
-    proven_optimal: bool = False,
-    bound_seconds: float = 0.0,
-    objective_seconds: float = 0.0,
-    gap: float = 1.0,
-) -> Solution:
+def solution_of(problem: Problem, plan: Plan, bound_seconds: float = 0.0, objective_seconds: float = 0.0) -> Solution:
     """The solution with ``plan``, simulated once and not checked. By default nothing is known about how good it is."""
-    return in_pages(Solution(problem, plan, simulate(problem, plan), proven_optimal, bound_seconds, objective_seconds, gap))
+    return in_pages(Solution(problem, plan, simulate(problem, plan), bound_seconds, objective_seconds))
 
 
 def in_pages(solution: Solution) -> Solution:
@@ -33,8 +26,6 @@ def in_pages(solution: Solution) -> Solution:
     return replace(solution, simulation=solution.simulation.in_pages(*pages))
 
 
-def checked_solution(
-    problem: Problem, plan: Plan, proven_optimal: bool, bound_seconds: float, objective_seconds: float, gap: float
-) -> Solution | None:
+def checked_solution(problem: Problem, plan: Plan, bound_seconds: float, objective_seconds: float) -> Solution | None:
     """The solution with ``plan``, checked and simulated once; None where the plan breaks a rule."""
-    return None if check(problem, plan) else solution_of(problem, plan, proven_optimal, bound_seconds, objective_seconds, gap)
+    return None if check(problem, plan) else solution_of(problem, plan, bound_seconds, objective_seconds)

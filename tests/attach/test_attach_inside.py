@@ -77,10 +77,10 @@ def test_methods_that_change_modules_are_no_calls(number: int, between: bool) ->
     attachment, device = attached(pipe)
     if between:
         case.call(pipe)
-    solution = attachment.solution
+    solution, held_bytes = attachment.solution, device.allocated_bytes
     change(pipe)
     assert attachment.solution is solution
-    assert device.allocated_bytes == 0
+    assert device.allocated_bytes <= held_bytes, "nothing is copied to the device"
     assert equal(case.call(pipe), want)
     attachment.detach()
     assert_detached(pipe, device, case.kind)

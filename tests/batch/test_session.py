@@ -137,3 +137,55 @@ def test_what_is_no_input_is_refused_at_once_and_what_cannot_be_planned_with_its
         session.run()
     with pytest.raises(InputError, match="at least two runs"):
         graphrun.Session(flux, runs=1, **BUDGET)
+
+
+def test_a_run_that_runs_out_of_memory_is_planned_again_and_the_next_one_is_as_before(flux: Any, cached_dry_runs: Path) -> None:
+    with graphrun.Session(flux, inputs=SMALL, cache=cached_dry_runs, reuse="none", **BUDGET) as session:
+        first = session.run({"prompt": "a"})
+        again = session.run({"prompt": "a"})
+        session.device.machine.fail_allocation = 10
+        short = session.run({"prompt": "a"})
+        assert short.notes
+        assert session.current is None, "the next run is a first one"
+        after = [session.run({"prompt": "a"}) for _ in range(2)]
+    assert [trace.moved_bytes for trace in after] == [first.moved_bytes, again.moved_bytes]
+    assert {trace.outputs["image"].tobytes() for trace in (first, again, short, *after)} == {first.outputs["image"].tobytes()}
+
+
+class Kept:
+    """A journal in memory, of the state after ``done`` steps."""
+
+    def __init__(self, done: int) -> None:
+        self.done, self.saved = done, dict[str, Any]()
+
+    def state(self, stage: str) -> Any:
+        return self.saved.get(stage)
+
+    def wants(self, stage: str, done: int, steps: int) -> bool:
+        return done == self.done
+
+    def save(self, stage: str, state: Any) -> None:
+        self.saved[stage] = state
+
+
+def test_a_run_resumes_the_loop_of_a_journal(flux: Any, cached_dry_runs: Path) -> None:
+    inputs = {**SMALL, "steps": 5, "prompt": "a"}
+    with graphrun.Session(flux, inputs=inputs, cache=cached_dry_runs, reuse="none", **BUDGET) as session:
+        whole = session.run(inputs, journal=(journal := Kept(3)))
+        for _ in range(2):  # by the plan of a first run, and by that of further ones
+            assert journal.saved["denoise"].done == 3
+            resumed = session.run(inputs, journal=journal)
+            assert resumed.outputs["image"].tobytes() == whole.outputs["image"].tobytes()
+            assert sum(slot.calls for slot in resumed.slots) < sum(slot.calls for slot in whole.slots)
+            session.release()
+            assert session.device.allocated_bytes == 0
+
+
+def test_plans_used_longest_ago_are_dropped(flux: Any, cached_dry_runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphrun.session.KEPT_PLANS", 1)
+    with graphrun.Session(flux, inputs=SMALL, cache=cached_dry_runs, reuse="none", **BUDGET) as session:
+        first = session.run({"prompt": "a"})
+        session.run({"prompt": "a", "height": 64})
+        again = session.run({"prompt": "a"})
+        assert len(session._planned) == 1
+    assert again.outputs["image"].tobytes() == first.outputs["image"].tobytes()

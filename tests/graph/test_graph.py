@@ -163,8 +163,14 @@ def test_ties_keep_the_order_given() -> None:
 
 
 def test_schema_is_current() -> None:
-    update = "from graphrun.graph.schema import schema_text; open('graphs/graphrun.schema.json', 'w').write(schema_text())"
-    assert (GRAPHS / "graphrun.schema.json").read_text() == schema_text(), f'run: python -c "{update}"'
+    assert (GRAPHS / "graphrun.schema.json").read_text() == schema_text(), "run: make docs"
     assert json.loads(schema_text())["$defs"]["StageSpec"]["properties"]["op"]["enum"] == sorted(OPERATIONS)
     for path in GRAPHS.glob("*.yaml"):
-        assert path.read_text().startswith("# yaml-language-server: $schema=graphrun.schema.json\n")
+        head = "# yaml-language-server: $schema=graphrun.schema.json\n"
+        assert path.read_text().startswith(head), f"{path.name} begins with {head}"
+
+
+def test_every_key_of_the_schema_is_described() -> None:
+    whole = json.loads(schema_text())
+    for name, of in {"graph": whole, **whole["$defs"]}.items():
+        assert [key for key, value in of["properties"].items() if not value.get("description")] == [], name

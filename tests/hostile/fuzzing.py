@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import os
+import resource
 import sys
 import time
 from collections import Counter
@@ -67,6 +68,7 @@ def run(reader: str, seed: int, examples: int, until: float = float("inf")) -> d
         "examples": outcomes.total() + len(failures),
         "outcomes": dict(outcomes),
         "most_seconds": round(most, 2),
+        "most_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,  # of this process until now, libraries included
         "failures": failures,
     }
 
@@ -78,6 +80,7 @@ def added(before: dict[str, Any], seed: int, found: dict[str, Any]) -> dict[str,
         "examples": before.get("examples", 0) + found["examples"],
         "outcomes": dict(Counter(before.get("outcomes", {})) + Counter(found["outcomes"])),
         "most_seconds": max(before.get("most_seconds", 0.0), found["most_seconds"]),
+        "most_mib": max(before.get("most_mib", 0), found["most_mib"]),
         "failures": [*before.get("failures", ()), *found["failures"]],
     }
 

@@ -276,11 +276,16 @@ def test_plans_that_are_no_files(tmp_path: Path) -> None:
             plan_files.read(path)
 
 
-def test_nothing_is_imported_to_refuse(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "more"),
+    [([(VAE, "/dev/zero")], []), ([], ["--set", "height=16000000"]), ([], ["--set", "steps=1000000"])],
+    ids=["file", "pixels", "steps"],
+)
+def test_nothing_is_imported_to_refuse(tmp_path: Path, changes: list[tuple[str, str]], more: list[str]) -> None:
     """What is refused is refused before torch is imported, which takes seconds."""
     import subprocess
 
-    path = flux(tmp_path, (VAE, "/dev/zero"))
+    path = flux(tmp_path, *changes)
     code = """import sys
 from graphrun.cli.main import main
 try:
@@ -288,6 +293,6 @@ try:
 except SystemExit as done:
     print(done.code, "torch" in sys.modules)"""
     done = subprocess.run(
-        [sys.executable, "-c", code, "plan", str(path), "--vram", "6M"], capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, "plan", str(path), "--vram", "6M", *more], capture_output=True, text=True, check=False
     )
     assert done.stdout.split() == ["2", "False"]

@@ -25,12 +25,14 @@ def test_mutants(reader: str) -> None:
 
 
 def test_counts_are_summed_over_seeds() -> None:
-    one = {"examples": 2, "outcomes": {"accepted": 1, "refused": 1}, "most_seconds": 0.5, "failures": []}
-    two = fuzzing.added(fuzzing.added({}, 2, one), 1, {**one, "outcomes": {"accepted": 2}, "most_seconds": 0.1, "failures": ["x"]})
+    one = {"examples": 2, "outcomes": {"accepted": 1, "refused": 1}, "most_seconds": 0.5, "most_mib": 300, "failures": []}
+    other = {**one, "outcomes": {"accepted": 2}, "most_seconds": 0.1, "most_mib": 400, "failures": ["x"]}
+    two = fuzzing.added(fuzzing.added({}, 2, one), 1, other)
     assert two == {
         "seeds": [1, 2],
         "examples": 4,
         "outcomes": {"accepted": 3, "refused": 1},
         "most_seconds": 0.5,
+        "most_mib": 400,
         "failures": ["x"],
     }

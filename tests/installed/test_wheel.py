@@ -6,7 +6,6 @@ The environment sees the libraries of the one that runs the tests, and nothing o
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -17,39 +16,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from documents import readme_commands
 
 from graphrun.store import ship
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 # The environment without what this process was told of paths and caches.
 OUTSIDE = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "XDG_"))}
 BUILT_FROM = ("graphrun", "graphs", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 # Commands that end with an error on a machine without a CUDA device, and the error.
 REFUSED = {
     'graphrun run flux-dev --vram 8G --prompt "a lighthouse"': "no CUDA device found to run on",
-    'graphrun run plan.json --prompt "a lighthouse"': "torch sees 0 CUDA devices",
-    "graphrun map plan.json maps.json": "rules are broken; the plan is refused",  # all of FLUX.1-dev in 8 GiB
 }
-# Commands that name what the reader has: here the folder of a pipeline.
-OWN = {"FOLDER_OR_FILE_OR_HUB_ID_OR_CLASS": "pipeline"}
-PIPELINE = """
-import diffusers
-
-unet = diffusers.UNet2DModel(
-    16, block_out_channels=(32, 64), down_block_types=("DownBlock2D",) * 2, up_block_types=("UpBlock2D",) * 2
-)
-diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()).save_pretrained("pipeline")
-"""
 
 Shell = Callable[[str], "subprocess.CompletedProcess[str]"]
-
-
-def commands() -> list[str]:
-    """Every command of README, in order: between backticks, or in a line of a code block, where ``&&`` may join two."""
-    quoted = r"`(graphrun [^`]+)`|^(?:[.]venv/bin/)?(graphrun [^#\n]+?) *(?:#.*)?$"
-    lines = ["".join(found) for found in re.findall(quoted, README, re.MULTILINE)]
-    return list(dict.fromkeys(each.strip() for line in lines for each in line.replace("&& .venv/bin/", "&& ").split("&&")))
 
 
 @pytest.fixture(scope="session")
@@ -113,17 +93,20 @@ def test_a_graph_is_planned_by_name_in_an_empty_folder_without_importing_torch(s
 
 
 @pytest.mark.sweep("installed")
-def test_readme_as_printed(shell: Shell, tmp_path: Path) -> None:
-    """Two minutes: every command, one after the other in one folder."""
-    (tmp_path / "make.py").write_text(PIPELINE)
-    assert shell(f"python {tmp_path / 'make.py'}").returncode == 0
-    assert len(commands()) >= 20
-    for command in commands():
-        typed = command
-        for placeholder, value in OWN.items():
-            typed = typed.replace(placeholder, value)
-        done = shell(typed)
+def test_the_trained_pipeline_draws_from_the_wheel(shell: Shell, tmp_path: Path) -> None:
+    drawn = shell(
+        'graphrun run shapes --prompt "a red circle left of a blue square on white" --device sim --vram 4M -o picture.png'
+    )
+    assert "the plan was kept" in drawn.stdout, drawn.stderr
+    assert (tmp_path / "empty" / "picture.png").is_file()
+
+
+@pytest.mark.sweep("installed")
+def test_readme_as_printed(shell: Shell) -> None:
+    """A minute: every command, one after the other in one folder."""
+    for command in readme_commands():
+        done = shell(command)
         expected = (2, REFUSED[command]) if command in REFUSED else (0, "")
-        assert done.returncode == expected[0], f"{typed}\n{done.stderr}"
+        assert done.returncode == expected[0], f"{command}\n{done.stderr}"
         assert expected[1] in done.stderr
         assert "Traceback" not in done.stderr

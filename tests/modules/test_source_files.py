@@ -89,6 +89,25 @@ def test_a_graph_may_name_the_revision_in_source_or_beside_it(tmp_path: Path, li
 
 
 @pytest.mark.parametrize(
+    ("given", "source"), [("org/other@v1", "org/other@v1/vae"), ("./here", "{0}/here/vae"), ("here", "{0}/here/vae")]
+)
+def test_a_given_source_takes_the_place_of_the_graphs_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, source: str
+) -> None:
+    """With its revision; a path is relative to the current folder, not to the graph's. A component's own source stays."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "graphs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "graphs" / "graph.yaml"
+    text = (GRAPHS / "flux-tiny.yaml").read_text().replace("name: flux-tiny", "name: flux-tiny\nsource: some/body\nrevision: v2")
+    text = text.replace("diffusers.FluxTransformer2DModel,", "diffusers.FluxTransformer2DModel, source: its/own/folder,")
+    path.write_text(text.replace("configs/", f"{GRAPHS}/configs/").replace("tokenizers/", f"{GRAPHS}/tokenizers/"))
+    graph = graphrun.load(path, source=given)
+    assert graph.component("vae").source == source.format(tmp_path)
+    assert graph.component("transformer").source == "its/own/folder"
+
+
+@pytest.mark.parametrize(
     ("lines", "said"),
     [
         ("source: ./here\nrevision: v2", "source: {0}/here is on this machine, and only a repository"),

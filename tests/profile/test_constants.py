@@ -122,6 +122,21 @@ def test_code_that_disables_autocast_is_traced_on_meta() -> None:
         pass
 
 
+def test_code_that_enables_autocast_is_traced_in_the_lower_precision() -> None:
+    class Half(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(x.device.type, torch.bfloat16):
+                return (x @ x.T).softmax(-1) @ x
+
+    prober = Prober({"half": Half()})
+    with sim.Machine(), prober.interceptor:
+        made = prober.interceptor.modules["half"](torch.zeros(4, 8, device="sim"))
+        assert made.dtype == torch.bfloat16
+    call = prober.recording.items[-1]
+    assert isinstance(call, Call)
+    assert call.events
+
+
 def test_a_new_tensor_at_the_address_of_a_constant_one_is_not_constant() -> None:
     """Masks and selections computed on the host must not affect later device tensors."""
 

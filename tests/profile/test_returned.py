@@ -70,7 +70,7 @@ def shapes(value: Any) -> Any:
 def test_an_argument_with_other_strides_is_not_returned_as_a_view() -> None:
     """One trace is used for all strides."""
     x = torch.ones(4, 4, device="meta")
-    found = returned(x[1:], (x,), set())
+    found = returned(x[1:], (x,), {}, set())
     one = torch.ones(4, 4)
     assert found.materialize((one,), torch.device("cpu")).data_ptr() == one[1:].data_ptr()
     assert found.materialize((one.T,), torch.device("cpu")).untyped_storage().data_ptr() != one.data_ptr()
@@ -119,5 +119,5 @@ def test_a_device_argument_is_replaced_by_the_traced_device() -> None:
 
 def test_a_view_of_a_weight_is_a_separate_tensor() -> None:
     weight = torch.ones(64, 4, device="meta")
-    found = returned((weight[:2], weight[2:4]), (), {weight.untyped_storage()._cdata})
+    found = returned((weight[:2], weight[2:4]), (), {}, {weight.untyped_storage()._cdata})
     assert found.nbytes == 2 * 2 * 4 * 4

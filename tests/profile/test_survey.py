@@ -63,7 +63,7 @@ def test_a_dry_run_read_back_gives_the_same_survey(dry: Any, flux: dict[str, Any
 def test_the_screen_has_a_row_for_each_component_and_phase(flux: dict[str, Any]) -> None:
     lines = estimate_screen(flux, Look(verbose=True)).splitlines()
     assert lines[0].startswith("needs 34.8 GiB with everything on the device: does not fit on rtx4090 (24 GiB);")
-    assert lines[2].startswith("estimate flux-dev  ")
+    assert any(line.startswith("estimate flux-dev  ") for line in lines)
     assert any(line.startswith(" transformer ") and "22.17*" in line and "19 + 38" in line for line in lines)
     assert sum("traced, prior" in line for line in lines) == 4
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from graphrun.model.plan import Plan, Slot
-from graphrun.report.progress import BatchProgress, Progress, Shown, seconds_before
+from graphrun.report.progress import BatchProgress, DownloadProgress, Progress, Shown, seconds_before
 
 
 def test_the_remaining_time_is_predicted_at_the_pace_so_far() -> None:
@@ -88,3 +88,20 @@ def test_a_batch_says_a_line_for_each_run_with_its_rate_and_the_remaining_time()
         "  a 2/2, 3.0 s each, 0:03 left",
     ]
     assert lines[5].startswith("  done 1/2: ")
+
+
+def test_a_download_says_bytes_rate_and_the_time_left() -> None:
+    """In a pipe at most every ten seconds; checking starts the clock again."""
+    now, lines = [0.0], list[str]()
+    with DownloadProgress("org/name", lines.append, lambda: now[0]) as progress:
+        for done in range(0, 101, 5):
+            progress("downloading", done << 20, 100 << 20)
+            now[0] += 2.5
+        now[0] += 10.0
+        progress("checking", 0, 100 << 20)
+        now[0] += 10.0
+        progress("checking", 50 << 20, 100 << 20)
+    assert lines[0] == "  downloading org/name: 20.00 MiB of 100.00 MiB, 2.00 MiB/s, 0:40 left"
+    assert lines[-2] == "  checking org/name: 0 B of 100.00 MiB"
+    assert lines[-1] == "  checking org/name: 50.00 MiB of 100.00 MiB, 5.00 MiB/s, 0:10 left"
+    assert len(lines) == 7

@@ -76,7 +76,6 @@ def test_solver_agrees_with_brute_force(seeds: range) -> None:
         of = random_problem(seed)
         oracle = Oracle(of)
         fits, plan, answer, best = compared(seed, of, oracle)
-        assert answer.proven, seed
         assert answer.bound == pytest.approx(best[0], abs=1e-4), seed
         assert check(fits, plan) == (), seed
         assert parse(str(plan)) == plan, seed

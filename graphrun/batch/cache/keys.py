@@ -24,7 +24,7 @@ from graphrun.graph.graph import Adapter, Component, Graph, Part, Reference, Sta
 from graphrun.graph.media import fingerprint, told
 from graphrun.graph.ops import MEDIA_KINDS, OPERATIONS
 from graphrun.model.solution import Solution
-from graphrun.modules.source_files import blob, find_folder
+from graphrun.modules.source_files import OF_COMPONENT, OF_PART, blob, find_folder
 
 # Libraries whose code computes stage outputs.
 LIBRARIES = ("torch", "diffusers", "transformers", "tokenizers", "accelerate", "bitsandbytes", "numpy")
@@ -132,7 +132,7 @@ class Keys:
         component = self.graph.components[name]
         content: Any = ["random", name, component.seed]
         if component.source is not None:
-            content = self._folder(component.source, ("*.json", "*.safetensors"), component.where, component.variant)
+            content = self._folder(component.source, OF_COMPONENT, component.where, component.variant)
         if component.gguf:
             content = [content, *self._folder(component.gguf, (), component.where)]
         added = [(kind, each) for kind in ("loras", "ip_adapters") for each in getattr(component, kind)]
@@ -148,7 +148,7 @@ class Keys:
         if part.file is not None:
             content.append(self._digest_of(part.file))
         if part.source is not None and not (part.has_config and part.file is None):
-            content.append(self._folder(part.source, ("*.json", "*.txt", "*.model"), part.where))
+            content.append(self._folder(part.source, OF_PART, part.where))
         return content
 
     def _folder(self, source: str, patterns: tuple[str, ...], where: str, variant: str = "") -> list[list[str]]:

@@ -16,6 +16,7 @@ from graphrun.diffusers_.importing.found import Found, class_in, dtype_of, exist
 from graphrun.diffusers_.importing.modular_spec import add_default, own_code, pipeline_of
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.document import read_json
+from graphrun.modules import hub
 from graphrun.modules.classes import resolve_class
 from graphrun.modules.source_files import has_weights, stored_tensors
 from graphrun.ops.modular import BLOCKS, is_modular_class
@@ -52,19 +53,8 @@ def of_hub(repository: str, revision: str | None = None, without: Collection[str
 
 def _fetched(repository: str, revision: str | None, patterns: Sequence[str]) -> Path:
     """The folder in the hub's cache with those files of ``repository`` that match ``patterns``, no weights. Raises InputError."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        folder = snapshot_download(repository, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(LARGE))
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        at = f"{repository} at {revision}" if revision else repository
-        raise InputError(
-            f"cannot get the configurations of {at} from the hub ({said}). If it is meant to be a folder, there is none of this "
-            "name here; if this machine has no network, give a folder with the pipeline's files"
-        ) from error
-    return Path(folder)
+    what = f"the configurations of {repository}{f' at {revision}' if revision else ''}"
+    return hub.snapshot(repository, revision, patterns, LARGE, what=what)
 
 
 def _read(folder: Path, source: str, revision: str | None, without: Collection[str], origin: str, trust: tuple[str, ...]) -> Found:
@@ -158,7 +148,7 @@ def _pipeline(name: Any, origin: str, trust: tuple[str, ...]) -> str:
     if not isinstance(name, str):
         raise InputError(
             f"{origin} names {name} as its pipeline, code that comes with it: such code is never run. Install it as a package, and "
-            "write the graph with pipeline: and allow: by hand (docs/pipelines.md)"
+            "write the graph with pipeline: and allow: by hand (docs/howto/import.md)"
         )
     for path in (f"{package}.{name}" for package in (*trust, "diffusers")):
         try:
@@ -167,7 +157,7 @@ def _pipeline(name: Any, origin: str, trust: tuple[str, ...]) -> str:
         except GraphError as error:
             last = error
     text = "; a pipeline that is not part of diffusers is never run from a checkpoint: install its package, and write the graph"
-    raise GraphError(f"{last}{text} with pipeline: and allow: by hand (docs/pipelines.md)") from last
+    raise GraphError(f"{last}{text} with pipeline: and allow: by hand (docs/howto/import.md)") from last
 
 
 def _is_pair(entry: Any) -> bool:
@@ -193,7 +183,7 @@ def _add(found: Found, name: str, folder: Path, at: str, entry: list[str], sourc
     if any(own.glob("*.py")):
         raise InputError(
             f"{where} brings code of its own ({next(own.glob('*.py')).name}): code that comes with a checkpoint is never run. "
-            "Install it as a package, and write the graph with class: and allow: by hand (docs/pipelines.md)"
+            "Install it as a package, and write the graph with class: and allow: by hand (docs/howto/import.md)"
         )
     path = class_in(entry[0], entry[1], found.kind, where, found.trust)
     file = next((own / file for file in CONFIGS if (own / file).is_file()), None)

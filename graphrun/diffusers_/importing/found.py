@@ -169,7 +169,7 @@ def class_in(library: str, name: str, pipeline: type[Any], origin: str, trust: S
         resolve_class(own, trust, origin, "component", "part")
     raise InputError(
         f"{name} comes from {library!r}, which is no library that is installed and allowed: code that comes with a checkpoint is "
-        "never run. Install its package, and write the graph with class: and allow: by hand (docs/pipelines.md)",
+        "never run. Install its package, and write the graph with class: and allow: by hand (docs/howto/import.md)",
         origin,
     )
 

@@ -32,7 +32,7 @@ from graphrun.ops.modular import is_modular_class, quietly
 from graphrun.ops.pipeline import assemble
 
 STEPS = 2  # denoising steps of a trial
-HAND_WRITTEN = "Where it lacks arguments, give them with --set, or write the stage by hand: op: call (docs/pipelines.md)"
+HAND_WRITTEN = "Where it lacks arguments, give them with --set, or write the stage by hand: op: call (docs/howto/call.md)"
 
 
 @dataclass

@@ -1,0 +1,33 @@
+"""What mkdocstrings does to a docstring: its aligned blocks of arguments, ``name``  text, become Markdown lists."""
+
+from __future__ import annotations
+
+import re
+
+import griffe
+
+ARGUMENT = re.compile(r"^(``[^ ]+``(?:, ``[^ ]+``)*) {2,}(\S.*)$")
+
+
+def listed(text: str) -> str:
+    """``text`` with each aligned line as an item of a list, and the indented lines below it as part of the item."""
+    lines: list[str] = []
+    inside = False
+    for line in text.splitlines():
+        if match := ARGUMENT.match(line):
+            lines += ([] if inside else [""]) + [f"- {match[1]}: {match[2]}"]
+            inside = True
+        elif inside and line.startswith("  "):
+            lines.append(f"  {line.strip()}")
+        else:
+            inside = inside and not line.strip()
+            lines.append(line)
+    return "\n".join(lines)
+
+
+class Lists(griffe.Extension):
+    """Rewrites the docstrings of functions and classes when they are loaded."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: object) -> None:
+        if obj.docstring:
+            obj.docstring.value = listed(obj.docstring.value)

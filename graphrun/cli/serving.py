@@ -1,0 +1,105 @@
+"""The command ``serve``."""
+
+from __future__ import annotations
+
+import ipaddress
+import tempfile
+from dataclasses import asdict, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import graphrun
+from graphrun.cli.common import app, budgeted, cache_folder, checked_reuse, hardware_for, load, say
+from graphrun.cli.options import Asked, Reuse, shared
+from graphrun.errors import InputError
+from graphrun.limits import LIMITS
+from graphrun.units import parse_seconds, parse_size
+
+SHARED = (
+    "vram",
+    "ram",
+    "pinned",
+    "disk",
+    "hardware",
+    "device",
+    "allow",
+    "keep",
+    "exclude",
+    "pin",
+    "reserve",
+    "trust_package",
+    "no_cache",
+)
+
+
+@app.command()
+@shared(*SHARED)
+def serve(
+    graphs: Annotated[list[Path], typer.Argument(help="Graphs (YAML), or names of graphrun's own.", show_default=False)],
+    asked: Asked,
+    host: Annotated[str, typer.Option(help="The address to listen on; other than this machine's own needs --keys.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port; 0: any that is free.", min=0, max=65535)] = 8000,
+    keys: Annotated[
+        Path | None, typer.Option(help="A file of API keys: a name and the SHA-256 of a key per line.", show_default=False)
+    ] = None,
+    queue: Annotated[str, typer.Option(help="The longest predicted wait that is admitted.")] = "300s",
+    drain: Annotated[str, typer.Option(help="How long admitted requests may run on after SIGTERM.")] = "30s",
+    max_body: Annotated[str, typer.Option(help="Of a request without files.")] = "1M",
+    max_upload: Annotated[str, typer.Option(help="Of a request with files.")] = "20M",
+    max_prompt: Annotated[int, typer.Option(help="Characters of a text.", min=1)] = 10_000,
+    max_pixels: Annotated[int, typer.Option(help="Of a picture.", min=1)] = 2**22,
+    max_steps: Annotated[int, typer.Option(min=1)] = 100,
+    max_n: Annotated[int, typer.Option(help="Pictures of a request.", min=1)] = 4,
+    reuse: Reuse = "encoded",
+) -> None:
+    """Serve graphs that make pictures over HTTP: OpenAI's images API, jobs, metrics, and a page (docs/serving.md)."""
+    if missing := [name for name in ("fastapi", "uvicorn", "prometheus_client", "python_multipart") if find_spec(name) is None]:
+        raise InputError(f"{', '.join(missing)} not installed: pip install 'graphrun[serve]'")
+    from graphrun.profile.host_ram import ram_budget
+    from graphrun.serve.keys import read_keys
+    from graphrun.serve.server import serve as run
+    from graphrun.serve.settings import Bounds, Settings
+
+    owners = read_keys(keys) if keys is not None else {}
+    if not owners and not _is_loopback(host):
+        raise InputError(f"--host {host} without --keys: anyone who reaches this machine could use it; name a file of keys")
+    loaded = [load(path, asked) for path in graphs]
+    for graph in loaded:
+        if "image" not in graph.kinds().values():
+            raise InputError(f"{graph.name} makes no pictures but {', '.join(graph.kinds().values())}: leave it out")
+    names = [graph.name for graph in loaded]
+    if doubled := {name for name in names if names.count(name) > 1}:
+        raise InputError(f"two graphs are called {', '.join(sorted(doubled))}: give one of them another name")
+    with tempfile.TemporaryDirectory(prefix="graphrun-serve-") as name:
+        folder = Path(name)
+        cache = cache_folder(asked.no_cache) or folder / "cache"
+        hardware = hardware_for(asked.hardware, asked.device, True, cache)
+        asked = replace(budgeted(asked, hardware), ram=str(ram_budget(asked.ram)))
+        budgets = {name: value for name, value in asked.estimate_arguments.items() if name not in ("runs", "until")}
+        bounds = Bounds(parse_size(max_body), parse_size(max_upload), max_prompt, max_pixels, max_steps, max_n)
+        settings = Settings(
+            graphs=tuple(graphs),
+            trust=tuple(asked.trust_package or ()),
+            budgets={**budgets, "vram": asked.vram},
+            hardware=hardware,
+            cache=cache,
+            reuse=checked_reuse(reuse),
+            folder=folder,
+            limits=asdict(LIMITS),
+            version=graphrun.__version__,
+            bounds=bounds,
+            keys=owners,
+            queue_seconds=parse_seconds(queue),
+            drain_seconds=parse_seconds(drain),
+        )
+        run(settings, host, port, say)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

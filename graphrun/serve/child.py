@@ -1,0 +1,75 @@
+"""A process of the server that answers over a pipe. It ends when the server does, however that ended.
+
+Signals that a terminal or a service manager sends to all processes are left to the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import signal
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from graphrun.limits import raise_limits
+from graphrun.serve.settings import Settings
+
+STOP_SECONDS = 3.0
+Message = tuple[str, dict[str, Any]]
+Main = Callable[[Connection, Settings], None]
+
+
+class Child:
+    """A process that runs ``main(connection, settings)``. In the event loop, ``heard(kind, **content)`` is called with each
+    message, and ``died()`` once when the process has ended without `stop`."""
+
+    def __init__(self, main: Main, settings: Settings, heard: Callable[..., None], died: Callable[[], None]) -> None:
+        context = multiprocessing.get_context("spawn")  # a process with CUDA or threads cannot be forked
+        self._loop, self._heard, self._died, self._stopped = asyncio.get_running_loop(), heard, died, False
+        self._connection, other = context.Pipe()
+        self.process = context.Process(target=_begin, args=(main, other, settings), daemon=True, name=main.__name__)
+        self.process.start()
+        other.close()  # else the pipe stays open when the process ends
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def send(self, kind: str, **content: Any) -> None:
+        """Sends a message. One to a process that has ended is lost: `died` is called."""
+        with contextlib.suppress(OSError):
+            self._connection.send((kind, content))
+
+    def stop(self) -> None:
+        """Ends the process, after `STOP_SECONDS` whatever it does."""
+        self._stopped = True
+        self.send("stop")
+        self.process.join(STOP_SECONDS)
+        self.process.kill()
+        self.process.join()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(EOFError, OSError, RuntimeError):  # RuntimeError: the event loop is closed
+            while True:
+                kind, content = self._connection.recv()
+                self._loop.call_soon_threadsafe(self._tell, kind, content)
+        self.process.join()
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._end)
+
+    def _tell(self, kind: str, content: dict[str, Any]) -> None:
+        if not self._stopped:
+            self._heard(kind, **content)
+
+    def _end(self) -> None:
+        self._connection.close()
+        if not self._stopped:
+            self._died()
+
+
+def _begin(main: Main, connection: Connection, settings: Settings) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    raise_limits(**settings.limits)
+    with contextlib.suppress(EOFError, BrokenPipeError):  # the server has ended
+        main(connection, settings)

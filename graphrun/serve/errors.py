@@ -1,0 +1,39 @@
+"""Refusals as the OpenAI API words them: a status, and ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "server_error", 500: "server_error"}
+
+
+class Refused(Exception):
+    """A request is not served. ``code``: a word for programs. ``param``: the field at fault. ``retry_seconds``: after which another
+    try may succeed. ``more``: further entries of the error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str,
+        *,
+        param: str | None = None,
+        retry_seconds: float | None = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+        self.retry_seconds, self.more = retry_seconds, dict(more or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON body."""
+        kind = KINDS.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code, **self.more}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """``Retry-After`` in whole seconds (RFC 9110, 10.2.3) where another try may succeed."""
+        return {} if self.retry_seconds is None else {"Retry-After": str(max(1, math.ceil(self.retry_seconds)))}

@@ -1,0 +1,41 @@
+"""What a server counts, in the format of Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
+
+
+class Metrics:
+    """The counters of one server. Labels take few values: names of graphs and stages, statuses."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        registry = self.registry
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"graphrun_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"graphrun_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, *labels: str) -> Histogram:
+            return Histogram(f"graphrun_{name}", text, labels, registry=registry, buckets=SECONDS)
+
+        self.requests = counter("requests", "Requests that have ended, by how", "graph", "status")
+        self.pictures = counter("pictures", "Pictures made", "graph")
+        self.plans = counter("plans", "Shapes of requests that were planned", "result")
+        self.restarts = counter("worker_restarts", "Times that the worker process died and was started again")
+        self.worker = gauge("worker_pid", "Process id of the worker")
+        self.waiting = gauge("waiting_requests", "Requests in the queue")
+        self.running = gauge("running_requests", "Requests that the worker runs: 0 or 1")
+        self.waiting_seconds = gauge("waiting_seconds", "Predicted seconds until the queue is empty")
+        self.ready = gauge("ready", "1 where requests are admitted and run")
+        self.peak_bytes = gauge("peak_bytes", "Device memory of the last run", "graph", "kind")
+        self.queue_seconds = histogram("queue_seconds", "Seconds of the device's clock in the queue", "kind")
+        self.stage_seconds = histogram("stage_seconds", "Seconds of the device's clock in a stage", "graph", "stage", "kind")
+
+    def text(self) -> bytes:
+        """The text that Prometheus reads."""
+        return generate_latest(self.registry)

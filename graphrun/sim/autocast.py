@@ -1,0 +1,131 @@
+"""``torch.autocast("sim")``: operators that CUDA computes in the lower precision, in fp32, or in the widest of their arguments.
+
+PyTorch has these rules for its own devices only (``AT_FORALL_*`` in aten/src/ATen/autocast_mode.h of 2.13, for CUDA). The kernels
+cast tensors on ``sim``; in a trace (`following`) also those on meta and on the CPU. Weights are cast anew in each call: a cache of
+casts would hold memory that no plan knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+LOWER = """
+_convolution addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
+conv_transpose3d convolution gru_cell linalg_multi_dot linalg_vecdot linear lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell
+scaled_dot_product_attention
+"""
+FP32 = """
+acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cumprod cumsum dist erfinv exp expm1
+group_norm hinge_embedding_loss kl_div l1_loss layer_norm linalg_matrix_norm linalg_vector_norm log log10 log1p log2 log_softmax
+margin_ranking_loss mse_loss multilabel_margin_loss native_layer_norm nll_loss norm nuclear_norm pdist poisson_nll_loss pow prod
+reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss softmax softplus sum tan triplet_margin_loss
+"""
+WIDEST = "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot"
+
+_KEY: Any = torch._C._parse_dispatch_key("AutocastPrivateUse1")
+_SIM = "sim"
+
+
+def dtype_on(device_type: str) -> torch.dtype | None:
+    """The dtype of the autocast that is on for ``device_type``; None where it is off."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+@contextmanager
+def following(dtype: torch.dtype | None) -> Iterator[None]:
+    """A context for dry runs and traces of code that ran under autocast to ``dtype`` on its device (None: under none).
+
+    In it, ``torch.autocast`` for ``cuda`` and ``meta`` is one for ``sim``, and tensors on meta and on the CPU follow it as well as
+    those on ``sim``.
+    """
+    kind: Any = torch.autocast
+    own = kind.__init__, kind.__enter__, kind.__exit__
+    before = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
+
+    def begin(autocast: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        if device_type not in ("cuda", "meta"):
+            return own[0](autocast, device_type, *args, **kwargs)  # type: ignore[no-any-return]
+        dtype = args[0] if args else kwargs.pop("dtype", None)
+        if dtype == torch.float32:  # Mochi's positions: PyTorch turns autocast off, with a warning
+            dtype, kwargs["enabled"] = None, False
+        own[0](autocast, _SIM, dtype, *args[1:], **kwargs)
+
+    def enter(autocast: Any) -> Any:
+        entered = own[1](autocast)
+        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, torch.is_autocast_enabled(_SIM))
+        return entered
+
+    def leave(autocast: Any, *error: Any) -> Any:
+        left = own[2](autocast, *error)
+        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, torch.is_autocast_enabled(_SIM))
+        return left
+
+    kind.__init__, kind.__enter__, kind.__exit__ = begin, enter, leave
+    try:
+        with torch.autocast(_SIM, dtype=dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False):
+            yield
+    finally:
+        kind.__init__, kind.__enter__, kind.__exit__ = own
+        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, before)
+
+
+def register() -> tuple[Any, ...]:
+    """Registers the kernels, once. Returns the libraries that they are in; the kernels are unregistered when those are freed."""
+    everything: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+    everything.fallback(torch.library.fallthrough_kernel, _KEY.name)
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    for names, dtypes in ((LOWER, _lower), (FP32, _fp32), (WIDEST, _widest)):
+        for name in names.split():
+            packet = getattr(torch.ops.aten, name)
+            for overload in packet.overloads():
+                func = getattr(packet, overload)
+                if not func._schema.is_mutable:
+                    library.impl(func.name().removeprefix("aten::"), _kernel(func, dtypes), _KEY.name)
+    return everything, library
+
+
+def _kernel(func: Any, dtype_of: Callable[[list[torch.Tensor]], torch.dtype]) -> Any:
+    takes_dtype = any(argument.name == "dtype" for argument in func._schema.arguments)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, True)  # which is how PyTorch turns autocast off
+        try:
+            found: list[torch.Tensor] = []
+            tree_map_only(torch.Tensor, lambda tensor: found.append(tensor) if _is_eligible(tensor) else None, (args, kwargs))
+            if not found:
+                return func(*args, **kwargs)
+            dtype = dtype_of(found)
+            if takes_dtype and dtype_of is _fp32:  # the sum of many is taken in fp32, without casting what is summed
+                return func(*args, **{**kwargs, "dtype": kwargs.get("dtype") or dtype})
+
+            def cast(tensor: torch.Tensor) -> torch.Tensor:
+                return tensor.to(dtype) if _is_eligible(tensor) and tensor.dtype != dtype else tensor
+
+            args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
+            return func(*args, **kwargs)
+        finally:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, False)
+
+    return kernel
+
+
+def _is_eligible(tensor: torch.Tensor) -> bool:
+    here = tensor.device.type == _SIM or torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
+    return here and tensor.is_floating_point() and tensor.dtype != torch.float64
+
+
+def _lower(_: list[torch.Tensor]) -> torch.dtype:
+    return torch.get_autocast_dtype(_SIM)
+
+
+def _fp32(_: list[torch.Tensor]) -> torch.dtype:
+    return torch.float32
+
+
+def _widest(tensors: list[torch.Tensor]) -> torch.dtype:
+    return torch.float32 if any(tensor.dtype == torch.float32 for tensor in tensors) else torch.get_autocast_dtype(_SIM)

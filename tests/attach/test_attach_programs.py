@@ -1,0 +1,143 @@
+"""`attach` on programs that are no pipelines of diffusers: an object with modules of its own, a model of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from programs import Film, captioner
+from test_attach_pipelines import equal
+from tiny_pipelines import checked_peak_bytes
+
+import graphrun
+from graphrun.errors import BrokenPlan, InputError
+from graphrun.report.summary import broken_caps
+from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.sim import Machine
+
+TEXT = "a lighthouse"
+
+
+def parts_of(film: Film) -> dict[str, Any]:
+    return {"text_encoder": film.models["text"], "transformer": film.dit, "vae": film.vae}
+
+
+def seeded(film: Film, text: str = TEXT, **arguments: Any) -> Any:
+    return film.generate(text, generator=torch.Generator().manual_seed(3), **arguments)
+
+
+@pytest.fixture
+def attached() -> Iterator[tuple[Film, Any, SimulatedDevice]]:
+    film, device = Film(), SimulatedDevice(Machine())
+    vram = int(0.8 * film.bytes())
+    with graphrun.attach(film, components=parts_of(film), entries=["generate"], vram=vram, device=device) as attachment:
+        yield film, attachment, device
+
+
+def test_an_object_with_modules_of_its_own_streams_with_equal_results(attached: Any) -> None:
+    film, attachment, device = attached
+    with device.machine:
+        moved = Film().to("sim")
+        want = [seeded(moved).cpu(), seeded(moved, "two ships").cpu(), seeded(moved, units=5).cpu()]
+        del moved
+    for text, units, expected in [(TEXT, 3, want[0]), (TEXT, 3, want[0]), ("two ships", 3, want[1]), (TEXT, 5, want[2])]:
+        got = seeded(film, text, units=units)
+        assert got.device.type == "sim"
+        assert equal(got, expected)
+        del got
+        checked_peak_bytes(attachment, device)
+        assert {event.component for event in attachment.trace.events} == {"text_encoder", "transformer", "vae"}
+    assert {t.device.type for t in film.last} == {"cpu"}, "what the program keeps"
+    assert film.to("sim") is film
+    attachment.detach()
+    assert type(film) is Film
+    assert film.device == torch.device("cpu")
+    assert equal(seeded(film), seeded(Film()))
+
+
+def test_what_a_call_leaves_in_the_program_is_no_change_and_a_setting_is(attached: Any) -> None:
+    film, attachment, _ = attached
+    told: list[str] = []
+    attachment._tell = told.append
+    seeded(film)
+    seeded(film)
+    assert len(told) == 1
+    film.steps = 3
+    assert equal(seeded(film), seeded_with(Film(), steps=3))
+    assert len(told) == 2
+
+
+def seeded_with(film: Film, **settings: Any) -> Any:
+    vars(film).update(settings)
+    return seeded(film)
+
+
+def test_autocast_around_the_call_is_seen_by_its_dry_run_and_gets_a_plan_of_its_own(attached: Any) -> None:
+    film, attachment, device = attached
+    with device.machine, torch.autocast("sim", torch.bfloat16):
+        want = seeded(Film().to("sim")).float().cpu()
+    assert not equal(seeded(film), want)
+    plain = attachment.solution.problem
+    for _ in range(2):
+        with torch.autocast("sim", torch.bfloat16):
+            assert equal(seeded(film).float(), want)
+        checked_peak_bytes(attachment, device)
+    assert attachment.solution.problem.digest != plain.digest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, r"Film is no pipeline of diffusers.*components=\{'models_text': ..., 'dit': ..., 'vae': ...\}, entries=.*generate"),
+        ({"components": {"dit": Film().dit}, "entries": ["generate"]}, "Film does not hold dit"),
+        ({"components": "all but vae", "entries": ["generate"]}, "the weights of vae.layers.0.mix are in no component"),
+        ({"components": "all", "entries": ["generates"]}, "Film has no method generates; its own methods are .*generate"),
+        ({"components": "all", "entries": []}, "Film is no pipeline of diffusers"),
+        ({"components": {"the dit": Film().dit}, "entries": ["generate"]}, "'the dit' must be a name"),
+    ],
+)
+def test_what_attach_cannot_take_is_refused_with_what_to_type(arguments: dict[str, Any], message: str) -> None:
+    film = Film()
+    parts = parts_of(film)
+    if arguments.get("components") == "all but vae":
+        parts.pop("vae")
+    if isinstance(arguments.get("components"), str):
+        arguments = {**arguments, "components": parts}
+    with pytest.raises(InputError, match=message):
+        graphrun.attach(film, vram="1G", device="sim", **arguments)
+
+
+def test_methods_that_move_modules_are_refused_with_what_to_leave_out(attached: Any) -> None:
+    film, _, device = attached
+    with pytest.raises(BrokenPlan, match="moves or casts transformer to cuda.*leave out the argument that asks for it"):
+        seeded(film, cpu_offloading=True)
+    with pytest.raises(InputError, match="detach"):
+        film.enable_sequential_cpu_offload()
+    with pytest.raises(InputError, match="detach"):
+        film.to("cpu")
+    assert device.allocated_bytes == 0
+    assert equal(seeded(film), seeded(Film()))
+
+
+def test_a_model_of_transformers_generates_a_text_for_a_picture() -> None:
+    """Its cache of keys and values grows from token to token; a text that ends early is within the plan for the longest."""
+    model, device = captioner(), SimulatedDevice(Machine())
+    picture = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    long = model.generate(picture, do_sample=False)
+    end = long[0, 1].item()
+    short = model.generate(picture, do_sample=False, eos_token_id=end)
+    assert (short.shape[1], long.shape[1]) == (2, 10)
+    components = {"encoder": model.encoder, "decoder": model.decoder}
+    vram = int(0.9 * sum(tensor.nbytes for tensor in model.parameters()))
+    with graphrun.attach(model, components=components, entries=["generate"], vram=vram, device=device) as attachment:
+        with device.machine:
+            there = picture.to("sim")
+        for arguments, want in [({"eos_token_id": end}, short), ({}, long), ({"eos_token_id": end}, short)]:
+            assert torch.equal(model.generate(there, do_sample=False, **arguments).cpu(), want)
+            assert attachment.replans == ()
+            assert attachment.solution is not None
+            assert attachment.trace is not None
+            assert broken_caps(attachment.solution, attachment.trace) == []
+    assert torch.equal(model.generate(picture, do_sample=False), long)

@@ -1,0 +1,106 @@
+"""Servers of the small FLUX at its smallest, as their users start them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+GRAPHS = Path(__file__).parents[2] / "graphs"
+KEY = "a key for tests"
+SMALL = (("default: 128", "default: 32"), ("default: 4,", "default: 3,"), ("default: 64,", "default: 16,"))
+
+
+@dataclass
+class Server:
+    """A server's process and address. ``client``: an HTTP client with the key."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+    client: httpx.Client
+
+    @property
+    def worker(self) -> psutil.Process:
+        """The process that holds the weights."""
+        return psutil.Process(int(self.metric("worker_pid")))
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        lines = self.client.get("/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if re.match(rf"graphrun_{name}[{{ ]", line))
+
+    def until(self, holds: Callable[[], Any]) -> Any:
+        """Waits until ``holds()`` is true, and returns it."""
+        deadline = time.monotonic() + 900
+        while not (found := _quietly(holds)):
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.2)
+        return found
+
+    def stop(self) -> int:
+        """Sends SIGTERM and returns the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(120)
+
+
+def _quietly(holds: Callable[[], Any]) -> Any:
+    with contextlib.suppress(httpx.TransportError, psutil.NoSuchProcess, ValueError):
+        return holds()
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *options: str, names: tuple[str, ...] = ("flux-tiny",)) -> Iterator[Server]:
+    """A server of small graphs in ``folder``, ready; killed at the end with its processes."""
+    shutil.copytree(GRAPHS, folder / "graphs", dirs_exist_ok=True)
+    for path in (folder / "graphs").glob("flux-tiny.yaml"):
+        text = path.read_text()
+        for old, new in SMALL:
+            text = text.replace(old, new)
+        path.write_text(text)
+    (folder / "keys").write_text(f"tester {hashlib.sha256(KEY.encode()).hexdigest()}\n")
+    graphs = [str(folder / "graphs" / f"{name}.yaml") for name in names]
+    budgets = ["--vram", "6M", "--ram", "8G", "--device", "sim", "--port", "0", "--keys", str(folder / "keys")]
+    command = [sys.executable, "-c", "from graphrun.cli.main import main; main()", "serve", *graphs, *budgets, *options]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    server = Server(process, "", folder / "log", httpx.Client())
+    try:
+        found = server.until(lambda: re.search(r"on (http://\S+)", server.log.read_text()))
+        server.url = found[1]
+        server.client = httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=300)
+        server.until(lambda: server.client.get("/readyz").status_code == 200)
+        yield server
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+                each.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that the tests of a session share; none of them may harm it."""
+    with serving(tmp_path_factory.mktemp("serve"), "--max-steps", "200") as started:
+        yield started
+
+
+@pytest.fixture(name="serving")
+def serving_fixture() -> Any:
+    """`serving`, for tests that cannot import this file."""
+    return serving

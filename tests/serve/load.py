@@ -1,0 +1,51 @@
+"""A locust file: clients that ask for pictures of mixed shapes, one after another, until `REQUESTS` were asked for.
+
+    locust -f tests/serve/load.py --headless -u 32 -r 32 --host http://127.0.0.1:8000
+
+KEY, REQUESTS and RESULTS are from the environment; RESULTS is the file for a JSON line per answer.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import json
+import os
+import random
+from typing import Any
+
+from locust import HttpUser, task
+from locust.exception import StopUser
+from PIL import Image
+
+REQUESTS = int(os.environ["REQUESTS"])
+NUMBERS = itertools.count()
+SHAPES: tuple[dict[str, Any], ...] = ({"size": "32x32"}, {"size": "32x32"}, {"size": "64x32"}, {"size": "32x32", "steps": 5})
+
+
+class Client(HttpUser):
+    """Asks for one picture at a time, tries again where it is told to, and notes how each request ended."""
+
+    network_timeout = connection_timeout = 3600.0
+
+    @task
+    def picture(self) -> None:
+        number = next(NUMBERS)
+        if number >= REQUESTS:
+            raise StopUser
+        asked = {"prompt": f"request {number}", "seed": number, **random.Random(number).choice(SHAPES)}
+        found: dict[str, Any] = {"number": number, "asked": asked, "statuses": []}
+        while True:
+            headers = {"Authorization": f"Bearer {os.environ['KEY']}"}
+            with self.client.post("/v1/images/generations", json=asked, headers=headers, catch_response=True) as answer:
+                found["statuses"].append(answer.status_code)
+                answer.success()
+            if answer.status_code not in (429, 503):
+                break
+        body = answer.json()
+        if answer.status_code == 200:
+            picture = Image.open(io.BytesIO(base64.b64decode(body["data"][0]["b64_json"])))
+            found |= {"made": json.loads(picture.info["graphrun"])["inputs"], "size": picture.size, "figures": body["graphrun"]}
+        with open(os.environ["RESULTS"], "a") as file:
+            file.write(json.dumps(found) + "\n")

@@ -1,0 +1,83 @@
+"""The queue: predicted starts, who may overtake whom, and that a promise is kept within a tenth."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from graphrun.serve.line import PATIENCE, Cost, Entry, Line
+
+COST = Cost(first_seconds=5.0, again_seconds=2.0)
+
+
+def entry(shape: str, runs: int = 1, cost: Cost = COST) -> Entry:
+    return Entry(object(), "device", shape, cost, runs)
+
+
+def joined(line: Line, *shapes: str, now: float = 0.0) -> list[float]:
+    starts = []
+    for shape in shapes:
+        each = entry(shape)
+        line.add(each, now, now)
+        starts.append(each.start)
+    return starts
+
+
+def shapes(line: Line) -> str:
+    return "".join(str(each.shape) for each in line.entries)
+
+
+def test_a_run_after_one_of_its_shape_takes_less_and_one_after_another_takes_more() -> None:
+    line = Line()
+    assert joined(line, "A", "A", "B") == [0.0, 5.0, 7.0]
+    assert line.end(0.0) == 12.0
+    line.pop()
+    assert line.end(0.0) == 7.0, "what the first leaves on the device is found by the second"
+    assert line.seconds(entry("A", runs=3), {}) == 9.0
+
+
+def test_a_request_joins_its_shape_where_nobody_waits_much_longer() -> None:
+    line = Line()
+    joined(line, *"AAAAAAAAAAAB")
+    assert joined(line, "A") == [25.0]
+    assert shapes(line) == "A" * 12 + "B", "B was promised 25 s and waits 27"
+    joined(line, "A")
+    assert shapes(line) == "A" * 12 + "BA", "29 s would be more than a tenth above 25"
+
+
+def test_nobody_is_overtaken_who_begins_soon() -> None:
+    line = Line()
+    joined(line, *"ABA")
+    assert shapes(line) == "ABA", "B would wait 7 s in place of 5"
+
+
+def test_what_leaves_the_line_is_not_waited_for() -> None:
+    line = Line()
+    joined(line, *"ABC")
+    line.remove(line.entries[1].item)
+    assert shapes(line) == "AC"
+    assert line.end(0.0) == 10.0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_request_begins_within_a_tenth_of_its_promise(seed: int) -> None:
+    """An event simulation that shares no code with `Line.starts`: random arrivals of three shapes on a clock."""
+    choose, line, now, free, warm = random.Random(seed), Line(), 0.0, 0.0, None
+    costs = {shape: Cost(choose.uniform(2, 9), choose.uniform(0.5, 2)) for shape in "ABC"}
+    arrivals = sorted(choose.uniform(0, 300) for _ in range(120))
+    admitted: dict[int, tuple[float, float]] = {}
+    while arrivals or line.entries:
+        if line.entries and (not arrivals or free <= arrivals[0]):
+            now = max(now, free)
+            each = line.pop()
+            promised, at = admitted[id(each)]
+            assert now <= promised + PATIENCE * (promised - at) + 1e-9
+            cost = costs[str(each.shape)]
+            free, warm = now + (cost.again_seconds if warm == each.shape else cost.first_seconds), each.shape
+        else:
+            now = arrivals.pop(0)
+            shape = choose.choice("ABC")
+            each = entry(shape, cost=costs[shape])
+            line.add(each, now, max(now, free))
+            admitted[id(each)] = each.start, now
