@@ -17,6 +17,10 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from graphrun.modules.trees import LIBRARIES, found_in, may_hold, walk
 
+# The attribute with diffusers' hooks on a module. What they keep is the state of a call, which later calls need until the pipeline
+# resets it.
+DIFFUSERS_HOOKS = "_diffusers_hook"
+
 
 def memos(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
     """The caches of ``modules``, each emptied by its ``cache_clear()``: caches of methods, weights of `WeightNorm`, and tensors
@@ -27,7 +31,8 @@ def memos(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
     caches = {id(cache): cache for kind in kinds for cache in _caches_of(kind)}
     hooks = [(child, hook) for child in children for hook in child._forward_pre_hooks.values()]
     computed = (_NormalizedWeight(child, hook.name) for child, hook in hooks if isinstance(hook, WeightNorm))
-    helpers = {id(value): value for child in children for value in vars(child).values() if is_helper(value)}
+    attributes = ((key, value) for child in children for key, value in vars(child).items() if key != DIFFUSERS_HOOKS)
+    helpers = {id(value): value for _, value in attributes if is_helper(value)}
     return *caches.values(), *computed, *(_HelperTensors(helper, dict(vars(helper))) for helper in helpers.values())
 
 
@@ -87,11 +92,11 @@ def _caches_of(kind: Any) -> tuple[Any, ...]:
 
 def _caches(member: Any) -> Iterator[Any]:
     """``member`` itself if it is a cache, or the cache it wraps: diffusers wraps its caches to bypass them during export."""
-    inside = (cell.cell_contents for cell in getattr(member, "__closure__", None) or () if _has_value(cell))
+    inside = (cell.cell_contents for cell in getattr(member, "__closure__", None) or () if has_value(cell))
     yield from (found for found in (member, *inside) if callable(getattr(found, "cache_clear", None)))
 
 
-def _has_value(cell: Any) -> bool:
+def has_value(cell: Any) -> bool:
     """Whether the closure cell has a value."""
     try:
         return cell.cell_contents is not None
