@@ -28,7 +28,7 @@ from graphrun.graph.graph import Component, Graph
 from graphrun.modules.blocks import held
 from graphrun.modules.dtype_variants import DtypeVariant
 from graphrun.modules.interceptor import reduced_as
-from graphrun.modules.memos import DIFFUSERS_HOOKS, has_value
+from graphrun.modules.memos import DIFFUSERS_HOOKS, MODULE_ATTRIBUTES, has_value
 from graphrun.modules.quantize import normalize_quantized_layers
 from graphrun.modules.trees import PLAIN, may_hold
 from graphrun.ops.modular import blocks_in, is_modular_class
@@ -38,8 +38,6 @@ SHARED_LIBRARIES = ("transformers", "tokenizers", "sentencepiece")
 
 # Attributes of peft's layers that say which LoRAs a forward computes: one that is fused takes no activation.
 ADAPTER_ATTRIBUTES = ("_active_adapter", "_disable_adapters", "merged_adapters")
-
-_TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def is_modular(pipe: Any) -> bool:
@@ -163,7 +161,7 @@ def settings_of(program: Any, modules: Mapping[str, nn.Module]) -> str:
         for name, module in modules.items()
         for number, child in enumerate(module.modules())
         for key, value in vars(child).items()
-        if key[0] == "_" and type(value) in PLAIN and key not in _TORCH_ATTRIBUTES
+        if key[0] == "_" and type(value) in PLAIN and key not in MODULE_ATTRIBUTES
     ]
     if not is_pipeline(program):
         content += [(key, signature_of(value, texts=True)) for key, value in sorted(vars(program).items()) if key[0] != "_"]
