@@ -161,7 +161,8 @@ class Stages:
             return value
         if value.kind == "input":
             given = opened(self.inputs[value.name])
-            return _sound_as_tensor(given) if self.graph.inputs[value.name].type == "audio" else given
+            declared = self.graph.inputs.get(value.name)  # a trial of an import declares none
+            return _sound_as_tensor(given) if declared is None or declared.type == "audio" else given
         return materialized(self.named[f"{value.name}.{value.output}"], self.device)
 
 
