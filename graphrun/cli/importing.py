@@ -63,7 +63,7 @@ def import_(
     require_writable(out)
     configs = dict(pair("--config", text) if "=" in text else ("", text) for text in config or [])
     dtypes = {name: value for name, _, value in (text.rpartition("=") for text in dtype or [])}
-    sets = {name: _value(name, value) for name, value in (pair("--set", text) for text in set_ or [])}
+    sets = {name: _value(name, value) for name, value in (pair("--set", text, may_be_empty=True) for text in set_ or [])}
     asked = Asked(configs, dtypes, tuple(without or ()), sets, revision, whole, tuple(trust_package or ()))
     with native_stdout_to_stderr():
         imported = import_source(source, asked)
@@ -86,11 +86,11 @@ def imported_screen(imported: Imported, path: Path) -> str:
 
 
 def _value(name: str, text: str) -> Any:
-    """``text`` parsed as YAML: 512, 0.5, true, [1, 2], or a string. Raises InputError."""
+    """``text`` parsed as YAML: 512, 0.5, true, [1, 2], or a string, which may be empty. Raises InputError."""
     import yaml
 
     try:
-        value = yaml.safe_load(text)
+        value = yaml.safe_load(text) if text else ""
     except yaml.YAMLError as error:
         raise InputError(f"--set {name}: {text!r} cannot be read: {error}") from error
     if value is None:

@@ -36,7 +36,6 @@ from graphrun.diffusers_.dry_call import Call, MetaPipeline
 from graphrun.diffusers_.live import (
     components_of,
     graph_of,
-    is_pipeline,
     merge_shared,
     own_class,
     packages_of,
@@ -159,7 +158,8 @@ class Attachment:
         self._at_rest = False  # whether a method runs that changes the pipeline; all weights are on the CPU then
         self._detached = self._detach_pending = self._release_pending = False
         self._state = ""  # the pipeline's `state_of` at the last call
-        self._settings = ""  # `settings_of` after the last call, of an object that is no pipeline of diffusers
+        self._settings = ""  # `settings_of` after the last call
+        self._stored_state = ("", "")  # `state_of` and `settings_of` when the pipeline changed last
         self._dry_runs: dict[Any, tuple[DryRun, frozenset[str]]] = {}  # `CallKey.without_reserve` -> dry run, entry signatures
         self._plans: dict[CallKey, PlannedCall] = {}
         self._solutions: dict[str, Solution] = {}  # by digest of the problem
@@ -453,12 +453,12 @@ class Attachment:
         state, settings = state_of(self.pipe, self._modules), self._present_settings()
         changed = (state, settings) != (self._state, self._settings)
         if changed:
-            self._state, self._settings = state, settings
+            self._state, self._settings = self._stored_state = state, settings
             self._forget_calls()
         return changed
 
     def _present_settings(self) -> str:
-        return "" if is_pipeline(self.pipe) else settings_of(self.pipe)
+        return settings_of(self.pipe, self._modules)
 
     def _forget_calls(self) -> None:
         vars(self).pop("_meta_pipeline", None)
@@ -519,7 +519,7 @@ class Attachment:
         return dry_run, frozenset(data["entries"])
 
     def _stored_under(self, key: CallKey) -> list[str]:
-        return [self._state, self._settings, repr(key.without_reserve)]
+        return [*self._stored_state, repr(key.without_reserve)]
 
     def problem(
         self, recording: Recording, reserve_bytes: int, *, once: bool = False, stored: Mapping[str, ComponentProfile] | None = None

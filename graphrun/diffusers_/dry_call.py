@@ -78,7 +78,7 @@ class MetaPipeline:
         Raises ProbeError naming what failed. A ValueError or TypeError that the pipeline raises before any component is entered is
         about its arguments, and is raised as it is.
         """
-        recording = self.prober.recording = Recording(keeps=True)
+        recording = self.prober.begin(Recording(keeps=True))
         self.prober.entry_signatures.clear()
         self.dtype_variants.begin()
         entered: list[Any] = []

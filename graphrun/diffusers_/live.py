@@ -10,8 +10,10 @@ Decides which modules count as components and how a pipeline is copied without i
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
+import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -26,6 +28,7 @@ from graphrun.graph.graph import Component, Graph
 from graphrun.modules.blocks import held
 from graphrun.modules.dtype_variants import DtypeVariant
 from graphrun.modules.interceptor import reduced_as
+from graphrun.modules.memos import DIFFUSERS_HOOKS, MODULE_ATTRIBUTES, has_value
 from graphrun.modules.quantize import normalize_quantized_layers
 from graphrun.modules.trees import PLAIN, may_hold
 from graphrun.ops.modular import blocks_in, is_modular_class
@@ -149,10 +152,20 @@ def modules_in(program: Any) -> dict[str, nn.Module]:
     return {name: module for name, module in found.items() if id(module) not in inner}
 
 
-def settings_of(program: Any) -> str:
-    """What a dry run of ``program``, no pipeline of diffusers, may depend on beside its modules and the arguments: plain values and
-    shapes of tensors in its public attributes."""
-    return repr([(key, signature_of(value, texts=True)) for key, value in sorted(vars(program).items()) if key[0] != "_"])
+def settings_of(program: Any, modules: Mapping[str, nn.Module]) -> str:
+    """A digest (16 hexadecimal digits) of what a dry run of ``program`` may depend on beside `state_of`, and a call may change too:
+    plain private attributes of its ``modules`` (``_chunk_size``); of a program that is no pipeline of diffusers also plain values
+    and shapes of tensors in its public attributes."""
+    content: list[Any] = [
+        (name, number, key, value)
+        for name, module in modules.items()
+        for number, child in enumerate(module.modules())
+        for key, value in vars(child).items()
+        if key[0] == "_" and type(value) in PLAIN and key not in MODULE_ATTRIBUTES
+    ]
+    if not is_pipeline(program):
+        content += [(key, signature_of(value, texts=True)) for key, value in sorted(vars(program).items()) if key[0] != "_"]
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
 def _modules(attributes: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
@@ -200,16 +213,63 @@ def meta_module_of(pipe: Any, device: torch.device, components: Mapping[str, nn.
         for value in vars(owner).values():
             if not isinstance(value, nn.Module) and type(value).__module__.split(".")[0] in SHARED_LIBRARIES:
                 memo[id(value)] = value
+    functions = {id(function): function for function in _functions_in(pipe, memo)}
+    memo |= {key: _with_own_cells(function) for key, function in functions.items()}
     try:
         meta_module = copy.deepcopy(pipe, memo)
     except (TypeError, RuntimeError, ValueError, AttributeError) as error:
         raise InputError(f"{type(pipe).__name__} cannot be copied to the meta device for its dry run: {error}") from error
+    for key, function in functions.items():
+        _refer_to_copies(memo[key], function, memo)
     for owner in pipelines_in(meta_module).values():
         owner.__class__ = subclass_on_device(own_class(owner), lambda: device)
         for bar_owner in _progress_bar_owners(owner):
             bar_owner.set_progress_bar_config(disable=True)
     twins = {name: {key: memo[id(part)] for key, part in _parts(name, module)} for name, module in components.items()}
     return meta_module, {name: _merged(parts, ()) for name, parts in twins.items()}
+
+
+def _functions_in(pipe: Any, known: Iterable[int]) -> Iterator[types.FunctionType]:
+    """The functions in attributes of ``pipe``, of its modules and of other objects in it, which may refer to the pipeline: a
+    ``forward`` that diffusers' hooks replace, a callback. ``known``: ids of objects that are not searched."""
+    seen = set(known)
+    queue: list[Any] = [*pipelines_in(pipe).values(), *(module for _, module in _modules_of(pipe))]
+    while queue:
+        value = queue.pop()
+        if type(value) in PLAIN or isinstance(value, torch.Tensor) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, types.FunctionType):
+            yield value
+            queue += [cell.cell_contents for cell in value.__closure__ or () if has_value(cell)]
+        elif isinstance(value, functools.partial):
+            queue += [value.func, *value.args, *value.keywords.values(), *vars(value).values()]
+        elif isinstance(value, types.MethodType):
+            queue.append(value.__self__)
+        elif isinstance(value, (list, tuple, deque)):
+            queue += value
+        elif isinstance(value, dict):
+            queue += value.values()
+        elif isinstance(value, nn.Module) or may_hold(value):
+            queue += vars(value).values()
+
+
+def _with_own_cells(function: types.FunctionType) -> types.FunctionType:
+    """A copy of ``function`` with globals of its own, and an empty cell for each variable of its closure."""
+    cells = tuple(types.CellType() for _ in function.__closure__ or ())
+    twin = types.FunctionType(function.__code__, {**function.__globals__}, function.__name__, function.__defaults__, cells)
+    twin.__kwdefaults__ = function.__kwdefaults__
+    twin.__dict__.update(function.__dict__)
+    return twin
+
+
+def _refer_to_copies(twin: types.FunctionType, function: types.FunctionType, memo: Mapping[int, Any]) -> None:
+    """Makes ``twin``, of `_with_own_cells`, refer to what ``function`` does; to its copy where ``memo`` has one."""
+    for cell, own in zip(function.__closure__ or (), twin.__closure__ or (), strict=True):
+        if has_value(cell):
+            own.cell_contents = memo.get(id(cell.cell_contents), cell.cell_contents)
+    read = {name: function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__}
+    twin.__globals__.update({name: memo.get(id(value), value) for name, value in read.items()})
 
 
 def _parts(name: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
@@ -315,8 +375,11 @@ def state_of(pipe: Any, modules: Mapping[str, nn.Module]) -> str:
                 (key, t.shape, t.dtype) for own in (child._parameters, child._buffers) for key, t in own.items() if t is not None
             ]
             processor = type(getattr(child, "processor", None)).__name__
-            others = [key for key in ("_hf_hook", "_compiled_call_impl") if vars(child).get(key) is not None]
-            others += getattr(vars(child).get("_diffusers_hook"), "hooks", ())  # names; the first call makes an empty registry
+            others: list[Any] = [key for key in ("_hf_hook", "_compiled_call_impl") if vars(child).get(key) is not None]
+            hooks = getattr(vars(child).get(DIFFUSERS_HOOKS), "hooks", {})  # the first call makes an empty registry
+            others += [
+                (hook, key, signature_of(value)) for hook, of in hooks.items() for key, value in vars(of).items() if key[0] != "_"
+            ]
             adapted = [(key, vars(child)[key]) for key in ADAPTER_ATTRIBUTES if key in vars(child)]
             content.append((name, path, others, type(child).__qualname__, processor, plain, tensors, adapted))
     for path, owner in pipelines_in(pipe).items():

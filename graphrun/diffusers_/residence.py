@@ -11,7 +11,6 @@ component is laid out again when its blocks change, as when a new kind of call s
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 from weakref import WeakSet
@@ -24,17 +23,13 @@ from graphrun.diffusers_.live import pipelines_in
 from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, Problem
 from graphrun.modules.blocks import held
 from graphrun.modules.dtype_variants import DtypeVariant, DtypeVariants
-from graphrun.modules.memos import forget
+from graphrun.modules.memos import MODULE_ATTRIBUTES, HeldAttributes, forget
 from graphrun.modules.trees import PLAIN, found_in, may_hold, replace_in, tensors_in
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.host import Host, layout_of
 from graphrun.runtime.movers import refuse_movers
 from graphrun.runtime.residency import Residency
 from graphrun.units import round_up
-
-# Attributes that every module has. None of them is a tensor that a call left behind.
-MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-
 
 # The hosts of all attached pipelines in this process. They give way to each other on a device.
 _HOSTS: WeakSet[LiveHost] = WeakSet()
@@ -270,7 +265,7 @@ class Leftovers:
         children = [child for module in modules.values() for child in module.modules()]
         helpers = (value for child in children for value in vars(child).values() if may_hold(value))
         self._weights = {child: {*child._parameters, *child._buffers} for child in children}
-        self._caches = [(holder, _attributes(holder)) for holder in {id(h): h for h in (*children, *helpers)}.values()]
+        self._caches = [HeldAttributes(holder) for holder in {id(h): h for h in (*children, *helpers)}.values()]
         self._kept: Any = WeakTensorKeyDictionary()  # used as a set; holds no tensor alive
         held = found_in(self._parts(), torch.Tensor)
         self._kept.update((tensor, None) for tensor in held if tensor.device.type == device.type)
@@ -285,41 +280,26 @@ class Leftovers:
             return moved.setdefault(id(tensor), tensor.cpu())
 
         seen = set[int]()
-        for attributes in self._parts():
-            replace_in(attributes, to_host, seen)
+        for part in self._parts():
+            replace_in(part, to_host, seen)
         for child in (child for module in self._modules.values() for child in module.modules()):
             tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
             for table in tables:
                 for key, tensor in list(table.items()):
                     if key not in self._weights.get(child, ()) and device_bytes(tensor, self._device):
                         table[key] = _own_copy(tensor)
-        for child, before in self._caches:
-            for key, value in list(vars(child).items()):
+        for attributes in self._caches:
+            held = vars(attributes.holder)
+            for key, value in list(held.items()):
                 if key not in MODULE_ATTRIBUTES and type(value) not in PLAIN and device_bytes(value, self._device):
-                    _restore_attribute(vars(child), key, before)
-                    if key in vars(child):  # an object that was there before, which got tensors
-                        vars(child)[key] = replace_in(vars(child)[key], to_host, seen)
+                    attributes.restore(key)
+                    if key in held:  # an object that was there before, which got tensors
+                        held[key] = replace_in(held[key], to_host, seen)
         forget(self._modules.values())
 
     def _parts(self) -> list[dict[str, Any]]:
         """The attributes of the pipelines; those of their components, which are modules, are not reached from them."""
         return [vars(owner) for owner in pipelines_in(self._pipe).values()]
-
-
-def _attributes(module: Any) -> dict[str, tuple[Any, Any]]:
-    """Attributes of ``module`` besides weights, children and hooks: name -> (value, a copy of it if it is a container)."""
-    found = ((key, value) for key, value in vars(module).items() if key not in MODULE_ATTRIBUTES)
-    return {key: (value, value.copy() if isinstance(value, (list, dict, deque)) else None) for key, value in found}
-
-
-def _restore_attribute(holder: dict[str, Any], key: str, before: Mapping[str, tuple[Any, Any]]) -> None:
-    if key not in before:
-        del holder[key]
-        return
-    holder[key], content = before[key]
-    if content is not None:
-        holder[key].clear()
-        holder[key].update(content) if isinstance(content, dict) else holder[key].extend(content)
 
 
 def device_bytes(value: Any, device: torch.device, besides: Any = ()) -> int:

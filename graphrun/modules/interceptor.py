@@ -279,6 +279,8 @@ def _intercepted_class(kind: Any, reads: bool, dtypes: bool, add_device: bool, t
     members: dict[str, Any] = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
+        "__class__": _reported_class(getattr(kind, "graphrun_kind", kind)),
+        "graphrun_kind": getattr(kind, "graphrun_kind", kind),
         "__call__": _entry_method(key, "", kind.__call__, tables),
         "graphrun_interceptor": key,
         "__reduce_ex__": lambda module, protocol: reduced_as(kind, super(kind, module).__reduce_ex__(protocol)),
@@ -299,6 +301,11 @@ def _intercepted_class(kind: Any, reads: bool, dtypes: bool, add_device: bool, t
         own = kind.device.fget if isinstance(getattr(kind, "device", None), property) else _device_of
         members["device"] = property(_override(key, own, lambda interceptor, *_: interceptor.reported_device()))
     return type(kind.__name__, (kind,), members)
+
+
+def _reported_class(kind: type[Any]) -> property:
+    """``module.__class__``: ``kind``, by which diffusers' registries find a module's class; setting it sets the type."""
+    return property(lambda _: kind, lambda module, value: object.__dict__["__class__"].__set__(module, value))
 
 
 def _calling_pipeline() -> str:

@@ -7,6 +7,7 @@ position tables of helper objects that are not modules (Z-Image's `RopeEmbedder`
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,14 @@ import torch
 from torch import nn
 from torch.nn.utils.weight_norm import WeightNorm
 
-from graphrun.modules.trees import LIBRARIES, found_in, may_hold, walk
+from graphrun.modules.trees import LIBRARIES, PLAIN, found_in, may_hold, replace_in
+
+# The attribute with diffusers' hooks on a module. What they keep is the state of a call, which later calls need until the pipeline
+# resets it.
+DIFFUSERS_HOOKS = "_diffusers_hook"
+
+# Attributes that every module has. None of them is a tensor that a call left behind.
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def memos(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
@@ -27,8 +35,9 @@ def memos(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
     caches = {id(cache): cache for kind in kinds for cache in _caches_of(kind)}
     hooks = [(child, hook) for child in children for hook in child._forward_pre_hooks.values()]
     computed = (_NormalizedWeight(child, hook.name) for child, hook in hooks if isinstance(hook, WeightNorm))
-    helpers = {id(value): value for child in children for value in vars(child).values() if is_helper(value)}
-    return *caches.values(), *computed, *(_HelperTensors(helper, dict(vars(helper))) for helper in helpers.values())
+    attributes = ((key, value) for child in children for key, value in vars(child).items() if key != DIFFUSERS_HOOKS)
+    helpers = {id(value): value for _, value in attributes if is_helper(value)}
+    return *caches.values(), *computed, *map(HeldAttributes, helpers.values())
 
 
 def is_helper(value: Any) -> bool:
@@ -58,21 +67,33 @@ class _NormalizedWeight:
             vars(self.module)[self.name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
-@dataclass(frozen=True, slots=True)
-class _HelperTensors:
-    """The attributes of ``helper``, which had the values ``before``."""
+class HeldAttributes:
+    """The attributes of ``holder``, a module or a helper object, with the values that they have now."""
 
-    helper: Any
-    before: dict[str, Any]
+    def __init__(self, holder: Any) -> None:
+        self.holder = holder
+        found = ((key, value) for key, value in vars(holder).items() if key not in MODULE_ATTRIBUTES)
+        # name -> (value, a copy of it if it is a container)
+        self._before = {key: (v, v.copy() if isinstance(v, (list, dict, deque)) else None) for key, v in found}
+
+    def restore(self, key: str) -> None:
+        """Gives the attribute its earlier value, or removes it where there was none."""
+        table = vars(self.holder)
+        if key not in self._before:
+            del table[key]
+            return
+        table[key], content = self._before[key]
+        if content is not None:
+            table[key].clear()
+            table[key].update(content) if isinstance(content, dict) else table[key].extend(content)
 
     def cache_clear(self) -> None:
-        """Restores every attribute that is on the device to its earlier value. One that was on the device before, too, moves to the
-        CPU.
-        """
-        for key, value in list(vars(self.helper).items()):
-            if _on_device(value):
-                was = self.before.get(key)
-                vars(self.helper)[key] = walk(value, torch.Tensor.cpu) if _on_device(was) else was
+        """Restores every attribute that is on the device. What was on the device before, too, moves to the CPU."""
+        for key, value in list(vars(self.holder).items()):
+            if key not in MODULE_ATTRIBUTES and type(value) not in PLAIN and _on_device(value):
+                self.restore(key)
+                if _on_device(vars(self.holder).get(key)):
+                    vars(self.holder)[key] = replace_in(vars(self.holder)[key], torch.Tensor.cpu)
 
 
 def _on_device(value: Any) -> bool:
@@ -87,11 +108,11 @@ def _caches_of(kind: Any) -> tuple[Any, ...]:
 
 def _caches(member: Any) -> Iterator[Any]:
     """``member`` itself if it is a cache, or the cache it wraps: diffusers wraps its caches to bypass them during export."""
-    inside = (cell.cell_contents for cell in getattr(member, "__closure__", None) or () if _has_value(cell))
+    inside = (cell.cell_contents for cell in getattr(member, "__closure__", None) or () if has_value(cell))
     yield from (found for found in (member, *inside) if callable(getattr(found, "cache_clear", None)))
 
 
-def _has_value(cell: Any) -> bool:
+def has_value(cell: Any) -> bool:
     """Whether the closure cell has a value."""
     try:
         return cell.cell_contents is not None

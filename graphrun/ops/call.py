@@ -54,7 +54,7 @@ def call(context: StageContext, *, seed: int | None = None, **arguments: Any) ->
     _refuse_mask_size(context, arguments)
     # Optional inputs that are not set.
     unset = {name for name, value in arguments.items() if value is None and context.stage.arguments.get(name) is not None}
-    inputs = {name: _sound_as_tensor(value) for name, value in arguments.items() if name not in unset}
+    inputs = {name: value for name, value in arguments.items() if name not in unset}
     if "generator" in known:
         inputs["generator"] = torch.Generator("cpu").manual_seed(seed or 0)
     if "output_type" in known and "output_type" not in inputs and (kind := _output_type(context, wanted)) is not None:
@@ -86,18 +86,13 @@ def _refuse_unknown(
 
 
 def _refuse_mask_size(context: StageContext, arguments: Mapping[str, Any]) -> None:
-    """Raises InputError where image and mask are both pictures and differ in size."""
+    """Raises InputError where image and mask are both pictures, and the mask has the size of no picture among the arguments: an
+    upscaler takes the small picture as ``image`` and the masked one as ``original_image``."""
     image, mask = (size_of(arguments.get(name)) for name in ("image", "mask_image"))
-    if image is not None and mask is not None and image != mask:
+    pictures = {size_of(value) for name, value in arguments.items() if name != "mask_image"}
+    if image is not None and mask is not None and mask not in pictures:
         names = "x".join(map(str, mask)), "x".join(map(str, image))
         raise InputError(f"stages.{context.stage.name}: the mask is {names[0]} and the image {names[1]}: make them the same size")
-
-
-def _sound_as_tensor(value: Any) -> Any:
-    """Samples [channels samples] as the tensor [1 channels samples] that pipelines take; any other value unchanged."""
-    return (
-        torch.from_numpy(value)[None] if isinstance(value, np.ndarray) and value.ndim == 2 and value.dtype == np.float32 else value
-    )
 
 
 def _output_type(context: StageContext, wanted: tuple[str, ...]) -> str | None:

@@ -61,7 +61,7 @@ def assemble_blocks(
     pipeline.update_components(**settings)
     with quietly():
         for name, value in {**parts, **modules}.items():
-            setattr(pipeline, name, value if name in modules else _fresh(value))
+            setattr(pipeline, name, value if name in modules else fresh(value))
     for block in blocks_in(pipeline._blocks):
         if hasattr(block, "set_progress_bar_config"):
             block.set_progress_bar_config(disable=True)
@@ -75,7 +75,7 @@ def fix_device(pipeline: Any, device: torch.device) -> None:
     pipeline.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "_execution_device": fixed, "device": fixed})
 
 
-def _fresh(part: Any) -> Any:
+def fresh(part: Any) -> Any:
     """A new part with the configuration of ``part``, without the state of other stages; ``part`` itself for tokenizers."""
     return type(part).from_config(part.config) if hasattr(part, "from_config") and hasattr(part, "config") else part
 

@@ -16,7 +16,7 @@ import torch
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Graph, Reference
 from graphrun.modules.build import resolve_class
-from graphrun.ops.modular import assemble_blocks, fix_device, is_modular_class
+from graphrun.ops.modular import assemble_blocks, fix_device, fresh, is_modular_class
 
 
 def assemble(
@@ -24,9 +24,9 @@ def assemble(
 ) -> Any:
     """The graph's pipeline over ``modules`` and ``parts``, computing on ``device`` wherever its modules' parameters are.
 
-    Schedulers are created again from their configs, so that no state passes between stages. Raises GraphError when the pipeline's
-    class needs something that the graph does not have, unless ``partial``: encoding a prompt needs no VAE or transformer, nor their
-    sizes.
+    Schedulers and guiders are created again from their configs, so that no state passes between stages. Raises GraphError when the
+    pipeline's class needs something that the graph does not have, unless ``partial``: encoding a prompt needs no VAE or
+    transformer, nor their sizes.
     """
     from diffusers import DiffusionPipeline
 
@@ -44,7 +44,7 @@ def assemble(
         if name in modules:
             arguments[name] = modules[name]
         elif name in parts:
-            arguments[name] = _fresh(parts[name])
+            arguments[name] = fresh(parts[name])
         elif parameter.default is parameter.empty:
             arguments[name] = None
             if name not in getattr(kind, "_optional_components", ()):
@@ -102,8 +102,3 @@ def frames_per_second(graph: Graph, inputs: Mapping[str, Any]) -> float | None:
     known = inspect.signature(resolve_class(graph.pipeline, graph.trust, graph.where, "pipeline").__call__).parameters
     defaults = (known[name].default for name in names if name in known)
     return next((float(default) for default in defaults if isinstance(default, (int, float)) and default > 0), None)
-
-
-def _fresh(part: Any) -> Any:
-    """A new scheduler with the configuration of ``part``; any other part itself."""
-    return type(part).from_config(part.config) if hasattr(part, "set_timesteps") else part

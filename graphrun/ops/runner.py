@@ -12,6 +12,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -159,8 +160,16 @@ class Stages:
         if not isinstance(value, Reference):
             return value
         if value.kind == "input":
-            return opened(self.inputs[value.name])
+            given = opened(self.inputs[value.name])
+            declared = self.graph.inputs.get(value.name)  # a trial of an import declares none
+            return _sound_as_tensor(given) if declared is None or declared.type == "audio" else given
         return materialized(self.named[f"{value.name}.{value.output}"], self.device)
+
+
+def _sound_as_tensor(value: Any) -> Any:
+    """Samples [channels samples] as the tensor [1 channels samples] that pipelines take; any other value unchanged."""
+    is_sound = isinstance(value, np.ndarray) and value.ndim == 2 and value.dtype == np.float32
+    return torch.from_numpy(value)[None] if is_sound else value
 
 
 def _plain(arguments: Mapping[str, Any]) -> str:

@@ -8,8 +8,8 @@ argument shapes, and returns zeros of the right shape. The 28 denoising steps of
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from graphrun.modules.build import build_part, held_meta_module, leave_behind, m
 from graphrun.modules.contents import as_stored
 from graphrun.modules.dtype_variants import DtypeVariants
 from graphrun.modules.interceptor import CallInterceptor
-from graphrun.modules.memos import forget
+from graphrun.modules.memos import DIFFUSERS_HOOKS, forget
 from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.stored import holding, local_weights
 from graphrun.modules.trees import PLAIN, computing_on, content_of, found_in, holders_in, may_hold, tensors_in, walk
@@ -37,6 +37,7 @@ from graphrun.profile.recorder import FusedAttention, Recorder
 from graphrun.profile.recording import Call, ComponentProfile, DryRun, Event, Recording, StageEnd
 from graphrun.profile.repeats import Repeats
 from graphrun.profile.returned import Returned, returned
+from graphrun.sim.active import active
 from graphrun.sim.autocast import dtype_on, following
 from graphrun.sim.tensor import SimTensor
 from graphrun.units import MIB, round_up
@@ -88,6 +89,7 @@ class Prober:
         self.interceptor = CallInterceptor(meta_modules, sim.device, around=self.answer, reads=_device_zeros, casts=casts)
         self.routed: dict[str, set[str]] = defaultdict(set)  # see `routed_lists`
         self._traces: dict[Any, tuple[Call, Returned]] = {}
+        self._hook_state: dict[str, list[torch.Tensor]] = {}  # by component, what its hooks hold between its calls
 
     def signature(self, component: str, entry: str, args: Any, kwargs: Any, device_type: str = sim.device.type) -> Any:
         """A key that is equal for calls that one trace can serve: same component, entry point and argument shapes, under the same
@@ -95,8 +97,11 @@ class Prober:
         return component, entry, _signature(args), _signature(kwargs), dtype_on(device_type)
 
     def trace(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, Returned]:
-        """The call as traced for its signature, and what it returns."""
+        """The call as traced for its signature, and what it returns. Where hooks with a state decide what is computed (diffusers'
+        caches), no call is like another, and each is traced."""
         signature = self.signature(component, entry, args, kwargs)
+        if stateful_hooks(self.meta_modules[component]):
+            signature = *signature, len(self._traces)
         if signature not in self._traces:
             self._traces[signature] = self._trace(component, entry, proceed, args, kwargs)
         return self._traces[signature]
@@ -105,9 +110,18 @@ class Prober:
         """Replaces a call into a component: appends a mark to the recording and returns zeros on `sim`."""
         made = len(self.recording.items) + 1
         require("calls", made, f"it makes {made:,} calls of components or more")
+        self._hook_state.pop(component, None)  # the call's own events have it
         call, result = self.trace(component, entry, proceed, args, kwargs)
         self.recording.items.append(call)
+        if held := _held_by_hooks(self.meta_modules[component]):
+            self._hook_state[component] = [torch.empty(each.nbytes(), dtype=torch.uint8, device=sim.device) for each in held]
         return result.materialize((args, kwargs), sim.device)
+
+    def begin(self, recording: Recording) -> Recording:
+        """Begins another dry run, which is appended to ``recording``."""
+        self.recording = recording
+        self._hook_state.clear()
+        return recording
 
     def profiles(self, graph: Graph | None = None) -> dict[str, ComponentProfile]:
         """The profile of every component, with block groups in the order in which blocks were entered. With ``graph``, in
@@ -146,7 +160,9 @@ class Prober:
                 forget([module])
                 units = block_paths(module, self.routed[component])
                 call, result, kept = self._record(module, units, proceed, args, kwargs, device)
-            if call.kept and _holds_tensors(module):  # are they reused by the next call, or replaced?
+            if (
+                call.kept and _holds_tensors(module) and not stateful_hooks(module)
+            ):  # are they reused by the next call, or replaced?
                 again, *_ = self._record(module, units, proceed, args, kwargs, device, kept)
                 call = _with_state_before(call, again)
         finally:
@@ -180,19 +196,69 @@ class Prober:
                 given, holders = tensors_in(arguments), holders_in(arguments)
                 held = [list(map(id, found_in(holder, torch.Tensor))) for holder in holders]
                 recorder.ignore(given, before)
+                recorder.hold(_held_by_hooks(module))
                 repeats = Repeats(module, recorder) if on_meta else nullcontext()
                 fused = FusedAttention(recorder) if on_meta else nullcontext()
-                with torch.no_grad(), following(dtype_on(sim.device.type)), repeats, fused, recorder:
+                with torch.no_grad(), following(dtype_on(sim.device.type)), repeats, fused, recorder, _beside(recorder):
                     out = proceed(*arguments[0], **arguments[1])
                 put = {n: content_of(holder) for n, holder in enumerate(holders) if list(map(id, tensors_in(holder))) != held[n]}
                 result = returned(out, given, put, recorder.weights, device)
                 del out, put, holders, arguments
-                recorder.end()
+                recorder.end(besides=_held_by_hooks(module))
                 kept = recorder.live
         finally:
             self.interceptor.device = sim.device
             recorder.close()
         return recorder.record, result, kept
+
+
+class _Beside:
+    """A listener of `sim` that notes tensors which hooks' callbacks make during a call as ones of the call. ``outer``: the listener
+    that is told of what was there before the call, or stays after it."""
+
+    def __init__(self, recorder: Recorder, outer: Any) -> None:
+        self.recorder, self.outer, self.live = recorder, outer, dict[int, int]()
+
+    def allocated(self, key: int, nbytes: int) -> None:
+        self.live[key] = nbytes
+        self.recorder.allocated(key, nbytes)
+
+    def freed(self, key: int) -> None:
+        if self.live.pop(key, None) is None:
+            self.outer.freed(key)
+        else:
+            self.recorder.freed(key)
+
+
+@contextmanager
+def _beside(recorder: Recorder) -> Iterator[None]:
+    """A context in which tensors on `sim` are noted by ``recorder`` (see `_Beside`)."""
+    machine = active.get()
+    outer = machine.listener if machine is not None else None
+    if outer is None:
+        yield
+        return
+    machine.listener = own = _Beside(recorder, outer)
+    try:
+        yield
+    finally:
+        machine.listener = outer
+        for key, nbytes in own.live.items():
+            recorder.freed(key)
+            outer.allocated(key, nbytes)
+
+
+def stateful_hooks(module: nn.Module) -> list[Any]:
+    """The hooks of diffusers on ``module``, and on those inside it, that keep a state from call to call: its caches."""
+    registries = (vars(child).get(DIFFUSERS_HOOKS) for child in module.modules())
+    hooks = (hook for registry in registries for hook in getattr(registry, "hooks", {}).values())
+    return [hook for hook in hooks if getattr(hook, "_is_stateful", False)]
+
+
+def _held_by_hooks(module: nn.Module) -> list[torch.UntypedStorage]:
+    """The storages on meta of the tensors in `stateful_hooks`."""
+    tensors = (tensor for tensor in found_in(stateful_hooks(module), torch.Tensor) if tensor.is_meta)
+    return [*{storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}.values()]
 
 
 def _holds_tensors(module: nn.Module) -> bool:

@@ -72,6 +72,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device_type = device.type
         self.constants = ConstantValues()
         self._last_key = 0  # keys in events number the storages
+        self._beside: dict[int, int] = {}  # see `allocated`
         # Below, ``cdata`` is the address of a storage's C++ object, by which it is recognized while it is alive.
         self._live: dict[int, tuple[int, Any]] = {}  # cdata -> (key, weak reference)
         self._stack = [""]  # paths of the blocks and layers that are running, innermost last
@@ -99,10 +100,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Addresses of the storages of the module's weights."""
         return self._names.keys()
 
-    def end(self) -> None:
+    def hold(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Records ``storages``, which are there before the call and may be released in it, as allocated at its start."""
+        for storage in storages:
+            self._note_storage(storage)
+
+    def allocated(self, key: int, nbytes: int) -> None:
+        """Records a storage on the device that no operator of the call returns on meta; ``key`` names it for `freed`."""
+        self._last_key += 1
+        self._beside[key] = self._last_key
+        self.record.events.append(Event(self._last_key, nbytes))
+
+    def freed(self, key: int) -> None:
+        self.record.events.append(Event(self._beside.pop(key), 0))
+
+    def end(self, besides: Iterable[torch.UntypedStorage] = ()) -> None:
         """Sets ``record.kept``. To be called when the call has returned and its results are released: what is still live then is
-        kept by the component."""
-        self.record.kept = [key for key, _ in self._live.values()]
+        kept by the component, apart from ``besides``."""
+        others = {storage._cdata for storage in besides}
+        self.record.kept = [key for cdata, (key, _) in self._live.items() if cdata not in others]
 
     @property
     def live(self) -> list[torch.UntypedStorage]:
@@ -158,7 +174,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         events = [event if event.scratch else event._replace(key=event.key + shift) for event in section.events]
         self.record.extend(replace(section, events=events))
         for key, out in zip(section.kept, outs, strict=True):
-            self._track(out, key + shift)
+            self._track(out.untyped_storage(), key + shift)
         for name in section.touched:
             self._note_loose(self._owners[name], section.entered)
 
@@ -299,19 +315,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_new(self, tensor: torch.Tensor) -> bool:
         """Records the allocation of ``tensor`` if its storage is new. Returns whether it is; the allocation is then the last
         event."""
-        storage = tensor.untyped_storage()
+        return tensor.device.type == self._device_type and self._note_storage(tensor.untyped_storage())
+
+    def _note_storage(self, storage: torch.UntypedStorage) -> bool:
         cdata = storage._cdata
-        known = cdata in self._live or cdata in self._existing
-        if tensor.device.type != self._device_type or known or not storage.nbytes():  # in events, 0 bytes mean a release
+        if cdata in self._live or cdata in self._existing or not storage.nbytes():  # in events, 0 bytes mean a release
             return False
         self._last_key += 1
-        self._track(tensor, self._last_key)
+        self._track(storage, self._last_key)
         self.record.events.append(Event(self._last_key, round_up(storage.nbytes(), ROUND_BYTES)))
         return True
 
-    def _track(self, tensor: torch.Tensor, key: int) -> None:
-        """Notes the storage of ``tensor`` as live until it is garbage-collected, which records its release."""
-        storage = tensor.untyped_storage()
+    def _track(self, storage: torch.UntypedStorage, key: int) -> None:
+        """Notes ``storage`` as live until it is garbage-collected, which records its release."""
         cdata = storage._cdata
         self._live[cdata] = key, weakref.ref(storage, functools.partial(self._release, cdata))
 

@@ -76,7 +76,10 @@ class Repeats:
             module.__class__ = kind
 
     def _wrap(self, module: nn.Module, path: str, structure: Any, methods: Sequence[str]) -> None:
-        """Make ``methods`` of ``module`` replayable. ``structure``: a key that is equal for modules that compute the same."""
+        """Make ``methods`` of ``module`` replayable. ``structure``: a key that is equal for modules that compute the same. Where
+        ``forward`` is replaced on an instance, as hooks of diffusers do, calls may differ, and none is replayed."""
+        if any("forward" in vars(inner) for inner in module.modules()):
+            return
         kind = type(module)
         self._classes.append((module, kind))
         members: dict[str, Any] = {method: self._repeated(path, (structure, method), getattr(kind, method)) for method in methods}

@@ -17,7 +17,7 @@ from graphrun.graph.graph import Graph
 from graphrun.model.problem import BlockGroup, ComponentNumbers, Granularity, Problem, Variant
 from graphrun.modules.build import build_part, draft, meta_modules
 from graphrun.modules.dtype_variants import DtypeVariants
-from graphrun.modules.memos import memos
+from graphrun.modules.memos import HeldAttributes, memos
 from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.quantize import ill_suited
 from graphrun.modules.source_files import origin_of
@@ -114,6 +114,11 @@ class Host:
     def memos(self) -> tuple[Any, ...]:
         """Caches in the modules (functools.cache and the like) that hold tensors and are cleared between phases."""
         return memos(self.modules.values())
+
+    @functools.cached_property
+    def held_attributes(self) -> tuple[HeldAttributes, ...]:
+        """The attributes of all modules, in which stages may leave tables on the device."""
+        return tuple(HeldAttributes(child) for module in self.modules.values() for child in module.modules())
 
     def prepare(self, used: Collection[str] | None = None) -> None:
         """Reads the backing stores that are there before the run (no action of the plan reads them), and allocates bounce buffers.

@@ -175,12 +175,15 @@ class Run:
             return work.run()
         finally:
             work.before_stage = None
+            self._clear_attributes()
 
     def _before_stage(self, stage: str) -> None:
-        """Called before each stage. Opens its load slot if that restores values which the stage reads.
+        """Called before each stage. Frees what modules keep in their attributes of the stage before, and opens the load slot if
+        that restores values which the stage reads.
 
         Raises OutOfMemory when the device has less memory than the remaining slots need.
         """
+        self._clear_attributes()
         after = self._open.index + 1 if self._open is not None else 0
         for number, device in enumerate(self._device.every[: len(self._problem.helpers) + 1]):
             available, needed = device.available_bytes, max((peaks[number] for peaks in self._peaks[after:]), default=0)
@@ -315,6 +318,10 @@ class Run:
         """Frees tensors that modules cache on the device (see `graphrun.modules.memos`)."""
         for memo in self._host.memos:
             memo.cache_clear()
+
+    def _clear_attributes(self) -> None:
+        for attributes in self._host.held_attributes:
+            attributes.cache_clear()
 
     def _tiers(self, output_bytes: int = 0) -> dict[str, int]:
         """Bytes in use by memory tier. On the device without loaded blocks, which a session keeps, and without ``output_bytes``,

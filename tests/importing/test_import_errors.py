@@ -129,6 +129,7 @@ def test_invalid_classes(graphrun: Cli) -> None:
 def test_invalid_options(graphrun: Cli, pipeline: Path) -> None:
     assert "has no such part; it has" in refused(graphrun, pipeline, "--without", "text_encoder_9")
     assert "takes no such argument" in refused(graphrun, pipeline, "--set", "heigth=16")
+    assert "takes no such argument" in refused(graphrun, pipeline, "--set", "promtp=")  # an empty text is a value
     assert "did you mean 'unet'" in refused(graphrun, pipeline, "--dtype", "unt=float16")
     assert "it is bfloat16, float16, float32" in refused(graphrun, pipeline, "--dtype", "int8")
     assert "--config is for a pipeline's class" in refused(graphrun, pipeline, "--config", "unet=x.json")

@@ -8,12 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 from stage_runs import stages_of
 
 import graphrun
 from graphrun.errors import GraphError, InputError
 from graphrun.modules.build import build
+from graphrun.ops.call import _refuse_mask_size
+from graphrun.ops.diffusion import StageContext
 from graphrun.ops.pipeline import frames_per_second
 from graphrun.profile.dry_run import probe
 
@@ -127,3 +131,25 @@ def test_a_mask_of_another_size_than_its_image_is_refused(edited: Callable[..., 
     assert run(graph, mask=Image.new("L", (64, 64), 255))["image"].size == (64, 64)
     with pytest.raises(InputError, match="the mask is 32x64 and the image 64x64: make them the same size"):
         run(graph, mask=Image.new("L", (32, 64)))
+
+
+def test_an_array_is_no_sound_where_the_input_is_a_mask(edited: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = edited(("image: {type: image}", "image: {type: mask}"))
+    passed: list[Any] = []
+
+    def preprocess(self: Any, image: Any, *_: Any, **__: Any) -> torch.Tensor:
+        passed.append(image)
+        return torch.zeros(1, 3, 64, 64)
+
+    monkeypatch.setattr(VaeImageProcessor, "preprocess", preprocess)
+    run(graph, image=np.ones((64, 64), dtype=np.float32))
+    assert isinstance(passed[0], np.ndarray)
+
+
+def test_a_mask_fits_the_picture_that_an_upscaler_keeps(edited: Callable[..., Any]) -> None:
+    graph = edited()
+    context = StageContext(graph.stages[0], None, torch.device("cpu"), None)
+    masked = {"original_image": PICTURE, "mask_image": Image.new("L", (64, 64)), "image": PICTURE.resize((16, 16))}
+    _refuse_mask_size(context, masked)
+    with pytest.raises(InputError, match="the mask is 64x64 and the image 16x16"):
+        _refuse_mask_size(context, {**masked, "original_image": None})

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from stage_runs import stages_of
@@ -15,7 +16,7 @@ import graphrun
 from graphrun.errors import GraphError
 from graphrun.modules.build import build, build_part
 from graphrun.ops.diffusion import returned_names
-from graphrun.ops.pipeline import without_steps
+from graphrun.ops.pipeline import assemble, without_steps
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 CPU = torch.device("cpu")
@@ -77,6 +78,15 @@ def test_a_missing_component_of_the_pipeline_is_named(edited: Callable[..., Any]
     graph = edited("flux-tiny", ("  scheduler: {class", "  planner: {class"))
     with pytest.raises(GraphError, match="needs scheduler: add them under components: or parts:"):
         run(graph)
+
+
+def test_a_guider_passes_no_state_to_the_next_stage(edited: Callable[..., Any]) -> None:
+    graph = edited("flux-tiny", ("diffusers.FluxPipeline", "diffusers.HunyuanImagePipeline"))
+    guider = diffusers.AdaptiveProjectedMixGuidance(guidance_scale=3.0)
+    guider.momentum_buffer = torch.ones(4)
+    made = assemble(graph, {}, {"guider": guider}, CPU, partial=True).guider
+    assert made.momentum_buffer is None
+    assert made.config == guider.config
 
 
 def test_the_picture_depends_on_the_seed(edited: Callable[..., Any]) -> None:

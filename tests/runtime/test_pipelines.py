@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from campaign import sampled
 from torch import nn
 from whole_pipelines import TinyPipeline, pixels, planned, ranges_of, streamed
@@ -63,6 +64,19 @@ def test_the_image_is_the_plain_pipelines_in_the_planned_bytes(whole: TinyPipeli
 def test_with_room_for_all_nothing_streams_and_the_image_is_the_same(whole: TinyPipeline) -> None:
     plan = planned(whole.problem)
     assert np.array_equal(pixels(whole.run(whole.problem, plan).outputs["image"]), whole.image)
+
+
+def test_tables_that_modules_keep_in_attributes_go_with_their_stage(whole: TinyPipeline) -> None:
+    """Also where the module itself would keep them for its next call (AnyFlow's rotary frequencies)."""
+    layer = next(whole.modules[name] for name in ("transformer", "unet") if name in whole.modules)
+    hook = layer.register_forward_hook(lambda module, args, out: setattr(module, "table", torch.ones_like(out[0])))
+    problem = whole.within(4 * whole.largest_with_activation())
+    try:
+        trace = whole.run(problem, planned(problem))
+    finally:
+        hook.remove()
+    assert trace.left_bytes == whole.device.allocated_bytes == 0
+    assert not hasattr(layer, "table")
 
 
 def test_a_second_run_has_the_same_peaks_and_actions(whole: TinyPipeline) -> None:

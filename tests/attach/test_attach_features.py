@@ -1,0 +1,167 @@
+"""Features of diffusers that are switched on while a pipeline is attached: the plain pipeline's results, within a plan for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers as d
+import pytest
+import torch
+from campaign import sampled
+from test_attach_pipelines import equal, weight_bytes
+from tiny_pipelines import PROMPT, cases, checked_peak_bytes
+
+import graphrun
+from graphrun.diffusers_.live import components_of, settings_of, state_of
+from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.sim import Machine
+
+CASES = cases()
+STEPS = 4
+DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "pipelines.md"
+Switch = Callable[[Any], object]
+
+
+def first_block_cache(pipe: Any) -> None:
+    pipe.transformer.enable_cache(d.FirstBlockCacheConfig(threshold=0.2))
+
+
+def mag_cache(pipe: Any) -> None:
+    config = d.MagCacheConfig(
+        num_inference_steps=STEPS, retention_ratio=0.1, mag_ratios=torch.ones(STEPS), threshold=0.5, max_skip_steps=2
+    )
+    pipe.transformer.enable_cache(config)
+
+
+def taylor_seer(pipe: Any) -> None:
+    pipe.transformer.enable_cache(d.TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=1, max_order=1))
+
+
+def pyramid_attention_broadcast(pipe: Any) -> None:
+    config = d.PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=(0, 1000),
+        current_timestep_callback=lambda: pipe._current_timestep,
+    )
+    pipe.transformer.enable_cache(config)
+
+
+def faster_cache(pipe: Any) -> None:
+    config = d.FasterCacheConfig(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=(-1, 1001),
+        current_timestep_callback=lambda: pipe._current_timestep,
+        attention_weight_callback=lambda _: 0.3,
+        tensor_format="BFCHW",
+    )
+    pipe.transformer.enable_cache(config)
+
+
+def chunked(pipe: Any) -> None:
+    pipe.transformer.enable_forward_chunking(2)
+
+
+def fused(pipe: Any) -> None:
+    (pipe if hasattr(pipe, "fuse_qkv_projections") else pipe.transformer).fuse_qkv_projections()
+
+
+def tiled(pipe: Any) -> None:
+    pipe.vae.enable_tiling()
+
+
+def sliced(pipe: Any) -> None:
+    pipe.vae.enable_slicing()
+
+
+def freeu(pipe: Any) -> None:
+    pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
+
+
+def heun(pipe: Any) -> None:
+    pipe.scheduler = d.FlowMatchHeunDiscreteScheduler.from_config(pipe.scheduler.config)
+
+
+def dpm(pipe: Any) -> None:
+    pipe.scheduler = d.DPMSolverMultistepScheduler.from_config(pipe.scheduler.config)
+
+
+DENOISERS = ("FluxPipeline", "WanPipeline", "CogVideoXPipeline")
+FEATURES: dict[Switch, tuple[str, ...]] = {
+    first_block_cache: DENOISERS,
+    mag_cache: ("FluxPipeline", "WanPipeline"),
+    taylor_seer: DENOISERS,
+    pyramid_attention_broadcast: DENOISERS,
+    faster_cache: ("CogVideoXPipeline",),
+    chunked: ("StableDiffusion3Pipeline",),
+    fused: ("FluxPipeline", "StableDiffusion3Pipeline", "CogVideoXPipeline", "StableDiffusionXLPipeline"),
+    tiled: ("FluxPipeline", "WanPipeline", "CogVideoXPipeline", "StableDiffusionXLPipeline"),
+    sliced: ("FluxPipeline", "WanPipeline", "StableDiffusionXLPipeline"),
+    freeu: ("StableDiffusionXLPipeline",),
+    heun: ("FluxPipeline", "StableDiffusion3Pipeline"),
+    dpm: ("StableDiffusionXLPipeline",),
+}
+EACH = [(switch, name) for switch, names in FEATURES.items() for name in names]
+ALWAYS = [(first_block_cache, "FluxPipeline")]
+
+
+def output(name: str, pipe: Any, prompt: str = PROMPT) -> Any:
+    torch.manual_seed(1)
+    arguments = {**CASES[name].arguments(), "num_inference_steps": STEPS, "prompt": prompt}
+    return pipe(**arguments, generator=torch.Generator().manual_seed(3))
+
+
+def digest(attached: Any) -> str:
+    """Of the problem of the last call."""
+    return str(attached.solution.problem.digest)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("feature", sampled(EACH, ALWAYS, "features"), ids=lambda of: f"{of[0].__name__}-{of[1]}")
+def test_a_feature_is_switched_on_while_attached(feature: tuple[Switch, str]) -> None:
+    switch, name = feature
+    pipe, plain = CASES[name].build(), CASES[name].build()
+    switch(plain)
+    want = [output(name, plain), output(name, plain, "two ships")]
+    device = SimulatedDevice(Machine())
+    with graphrun.attach(pipe, vram=int(0.95 * weight_bytes(pipe)), device=device) as attached:
+        output(name, pipe)
+        before = digest(attached)
+        switch(pipe)
+        for prompt, expected in ((PROMPT, want[0]), ("two ships", want[1]), (PROMPT, want[0])):
+            assert equal(output(name, pipe, prompt), expected)
+            checked_peak_bytes(attached, device)
+        changed = digest(attached)
+        assert changed != before or switch in (tiled, sliced, heun, dpm), "a plan of its own"
+    assert equal(output(name, pipe), want[0])
+
+
+@pytest.mark.long
+def test_a_cache_that_is_on_before_is_known_and_another_setting_is_a_change() -> None:
+    pipe, device = CASES["FluxPipeline"].build(), SimulatedDevice(Machine())
+    taylor_seer(pipe)
+    want = output("FluxPipeline", pipe)
+    with graphrun.attach(pipe, vram=int(0.95 * weight_bytes(pipe)), device=device) as attached:
+        assert equal(output("FluxPipeline", pipe), want)
+        often = digest(attached)
+        pipe.transformer.disable_cache()
+        pipe.transformer.enable_cache(d.TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=3, max_order=1))
+        output("FluxPipeline", pipe)
+        checked_peak_bytes(attached, device)
+        assert digest(attached) != often
+
+
+def test_what_modules_keep_in_private_attributes_is_a_setting() -> None:
+    pipe = CASES["StableDiffusion3Pipeline"].build()
+    modules = components_of(pipe)
+    before = state_of(pipe, modules), settings_of(pipe, modules)
+    chunked(pipe)
+    assert (state_of(pipe, modules), settings_of(pipe, modules)) != before
+
+
+def test_every_feature_is_documented() -> None:
+    table = DOCUMENT.read_text().partition("| feature | classes |\n|---|---|\n")[2].partition("\n\n")[0]
+    rows = {name: tuple(classes.split(", ")) for name, classes in re.findall(r"^\| (.+?) \| (.+?) \|$", table, re.MULTILINE)}
+    assert rows == {switch.__name__.replace("_", " "): names for switch, names in FEATURES.items()}
