@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from graphrun.errors import InputError
 from graphrun.graph import media
-from graphrun.graph.ops import OPERATIONS
+from graphrun.graph.ops import Operation, operation
 from graphrun.graph.values import Input, did_you_mean, fit
 from graphrun.limits import require
 from graphrun.reading import opened
@@ -121,6 +121,13 @@ class Stage:
     outputs: tuple[str, ...] = ()
 
     @property
+    def operation(self) -> Operation:
+        """The signature of its op."""
+        found = operation(self.op)
+        assert found is not None
+        return found
+
+    @property
     def references(self) -> tuple[Reference, ...]:
         """The references among the arguments, in the order of the file."""
         return tuple(_references(list(self.arguments.values())))
@@ -140,7 +147,7 @@ class Stage:
 
     def permission(self, option: str) -> str | None:
         """What a caller must allow before a plan runs the stage with ``option``; "": nothing. None: the graph does not list it."""
-        return OPERATIONS[self.op].options[option] if option in self.options else None
+        return self.operation.options[option] if option in self.options else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +201,7 @@ class Graph:
 
     def kinds(self) -> dict[str, str]:
         """The kind of each output: ``image``, ``video``, ``audio``, ``latents``, ``embeds``, or ``any``."""
-        return {name: OPERATIONS[self.stage(of.name).op].output(of.output) or "any" for name, of in self.outputs.items()}
+        return {name: self.stage(of.name).operation.output(of.output) or "any" for name, of in self.outputs.items()}
 
     def producers(self, name: str) -> tuple[str, ...]:
         """Names of the stages whose outputs the stage ``name`` reads, each once."""

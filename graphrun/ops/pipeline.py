@@ -44,7 +44,7 @@ def assemble(
         if name in modules:
             arguments[name] = modules[name]
         elif name in parts:
-            arguments[name] = _fresh(parts[name])
+            arguments[name] = fresh(parts[name])
         elif parameter.default is parameter.empty:
             arguments[name] = None
             if name not in getattr(kind, "_optional_components", ()):
@@ -104,6 +104,6 @@ def frames_per_second(graph: Graph, inputs: Mapping[str, Any]) -> float | None:
     return next((float(default) for default in defaults if isinstance(default, (int, float)) and default > 0), None)
 
 
-def _fresh(part: Any) -> Any:
+def fresh(part: Any) -> Any:
     """A new scheduler with the configuration of ``part``; any other part itself."""
     return type(part).from_config(part.config) if hasattr(part, "set_timesteps") else part
