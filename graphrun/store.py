@@ -292,7 +292,8 @@ def _probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] |
             resolve_class(component.class_path, graph.trust, component.where, "component")
         for part in graph.parts.values():
             resolve_class(part.class_path, graph.trust, part.where, "part")
-        resolve_class(graph.pipeline, graph.trust, graph.where, "pipeline")
+        for pipeline in map(graph.pipeline_called, ("", *graph.pipelines)):
+            resolve_class(pipeline.class_path, graph.trust, pipeline.where, "pipeline")
         for stage in graph.stages:
             if stage.operation.own:
                 resolve_function(stage.op, graph.trust, stage.where)

@@ -23,7 +23,7 @@ from pydantic_core import ErrorDetails
 
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.document import Document, Location, read_document, read_json
-from graphrun.graph.graph import DEFAULT_ALLOW, Adapter, Component, Directives, Graph, Part, Reference, Stage
+from graphrun.graph.graph import DEFAULT_ALLOW, Adapter, Component, Directives, Graph, Part, Pipeline, Reference, Stage
 from graphrun.graph.media import AN
 from graphrun.graph.ops import OPERATIONS, PLAIN_KINDS, Kind, operation
 from graphrun.graph.order import order_stages
@@ -36,6 +36,7 @@ from graphrun.graph.schema import (
     IpAdapterSpec,
     LoraSpec,
     PartSpec,
+    PipelineSpec,
     Spec,
     StageSpec,
 )
@@ -46,6 +47,7 @@ from graphrun.reading import inside
 from graphrun.units import parse_size
 
 _SECTIONS: dict[str, type[Spec]] = {
+    "pipelines": PipelineSpec,
     "inputs": InputSpec,
     "components": ComponentSpec,
     "parts": PartSpec,
@@ -197,7 +199,8 @@ class _Reader:
             path=self.document.path,
             pipeline=spec.pipeline,
             source=self._source(("source",), spec.source, spec.revision) if spec.source else None,
-            pipeline_config=self._pipeline_config(),
+            pipeline_config=self._pipeline_config(("pipeline_config",), spec.pipeline_config),
+            pipelines=self._pipelines(),
             trust=self.trust,
             inputs=inputs,
             components=components,
@@ -209,14 +212,29 @@ class _Reader:
             where=self.document.where(("pipeline",)),
         )
 
-    def _pipeline_config(self) -> dict[str, Any]:
-        for key, value in self.spec.pipeline_config.items():
+    def _pipelines(self) -> dict[str, Pipeline]:
+        found, named = dict[str, Pipeline](), {stage.pipeline for stage in self.spec.stages.values()}
+        known = [*self.spec.components, *self.spec.parts]
+        for name, spec in self.spec.pipelines.items():
+            at = ("pipelines", name)
+            self._check_class((*at, "class"), spec.class_path)
+            for key, member in spec.members.items():
+                if member is not None and member not in known:
+                    self.add((*at, "members", key), f"no such component or part {member!r}{did_you_mean(member, known)}")
+            if name not in named:
+                self.add(at, "no stage belongs to it; add pipeline: to a stage, or remove it")
+            config = self._pipeline_config((*at, "config"), spec.config)
+            found[name] = Pipeline(spec.class_path, config, dict(spec.members), self.document.where((*at, "class")))
+        return found
+
+    def _pipeline_config(self, at: Location, config: Mapping[str, Any]) -> dict[str, Any]:
+        for key, value in config.items():
             for index, text in enumerate(value if isinstance(value, list) else ()):
                 name = str(text).removeprefix("$")
                 if (name in self.spec.components) != str(text).startswith("$"):
                     what = f"{text!r} is not a component such as $controlnet{did_you_mean(name, self.spec.components)}"
-                    self.add(("pipeline_config", key, index), what)
-        return dict(self.spec.pipeline_config)
+                    self.add((*at, key, index), what)
+        return dict(config)
 
     def _directives(self) -> Directives:
         spec, at = self.spec.directives, ("directives",)
@@ -461,8 +479,12 @@ class _Reader:
             if option not in of.options:
                 known = ", ".join(of.options) or "none"
                 self.add((*at, "options", index), f"{spec.op} has no option {option!r}; it has {known}")
-        outputs = tuple(of.outputs)
-        return Stage(name, spec.op, tuple(spec.uses), arguments, self.document.where(at), tuple(spec.options), outputs)
+        outputs, pipeline = tuple(of.outputs), spec.pipeline or ""
+        if pipeline and of.own:
+            self.add((*at, "pipeline"), "a function belongs to no pipeline: leave it out")
+        elif pipeline and pipeline not in self.spec.pipelines:
+            self.add((*at, "pipeline"), f"no such pipeline {pipeline!r}{did_you_mean(pipeline, self.spec.pipelines)}")
+        return Stage(name, spec.op, tuple(spec.uses), arguments, self.document.where(at), tuple(spec.options), outputs, pipeline)
 
     def _argument(self, value: Any, at: Location) -> Any:
         """``value`` with `Reference` objects in place of texts such as ``$prompt``.

@@ -83,6 +83,7 @@ OPERATIONS: Mapping[str, Operation] = _table(
             "width": "int",
             "steps": "int",
             "guidance_scale": "float",
+            "guidance_scale_2": "float",
             "true_cfg_scale": "float",
             "seed": "int",
             "num_images": "int",

@@ -152,6 +152,18 @@ class PartSpec(Spec):
     file: Text | None = Field(default=None, description="A tokenizer of the tokenizers library (JSON), relative to the graph file.")
 
 
+class PipelineSpec(Spec):
+    """A further pipeline, which stages name. It takes the graph's components and parts by their names, as the graph's own does."""
+
+    class_path: ClassPath = Field(
+        alias="class", description="A pipeline class, such as diffusers.StableDiffusionXLImg2ImgPipeline."
+    )
+    config: dict[Name, Scalar | None | list[Scalar]] = Field(default={}, description="As the graph's pipeline_config.")
+    members: dict[Name, Name | None] = Field(
+        default={}, description="The pipeline's name for a component or part, and the graph's; null: it has none of the graph's."
+    )
+
+
 class StageSpec(Spec):
     """One op, the components it uses, and its arguments: literals, ``$input`` or ``$stage.output``."""
 
@@ -163,6 +175,7 @@ class StageSpec(Spec):
             "function of a trusted package, such as mypackage.mymodule:sharpen.",
         ),
     ]
+    pipeline: Name | None = Field(default=None, description="Which of pipelines: it belongs to; left out: the graph's own.")
     uses: list[Name] = Field(default_factory=list, description="The components that the op calls.")
     arguments: dict[Name, Argument] = Field(
         alias="with",
@@ -192,9 +205,13 @@ class GraphSpec(Spec):
     pipeline_config: dict[Name, Scalar | None | list[Scalar]] = Field(
         default={}, description="More constructor arguments of the pipeline; lists, also of components such as [$canny, $depth]."
     )
+    pipelines: dict[Name, PipelineSpec] = Field(
+        default_factory=dict, description="Further pipelines, such as a refiner: one plan is for all stages."
+    )
     source: Source = None
     revision: Revision = None
     variant: FileVariant = None
+    license: Text | None = Field(default=None, description="The license of the source's weights, for people: apache-2.0.")
     fps: Annotated[float, Field(ge=SLOWEST_FPS, le=FASTEST_FPS)] | None = Field(
         default=None, description="Frames per second of its videos, as files."
     )

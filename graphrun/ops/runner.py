@@ -128,12 +128,13 @@ class Stages:
         partial = all(stage.op == "encode_prompt" for stage in graph.stages)
         arguments = {key: self._value(value) for key, value in stage.arguments.items()}
         own = resolve_function(stage.op, graph.trust, stage.where) if stage.operation.own else None
-        failing = _typed_errors(stage, stage.op if own else graph.pipeline.rpartition(".")[2], _plain(arguments), own)
+        called = graph.pipeline_called(stage.pipeline)
+        failing = _typed_errors(stage, stage.op if own else called.class_path.rpartition(".")[2], _plain(arguments), own)
         with failing, CallInterceptor(absent, device, self._refuse), torch.no_grad():
             if own is not None:
                 made = call_function(own, stage, arguments, used, self.parts, device)
             else:
-                pipeline = assemble(graph, {**absent, **used}, self.parts, device, partial=partial)
+                pipeline = assemble(graph, {**absent, **used}, self.parts, device, called, partial=partial)
                 option = self.options.get(stage.name)
                 with apply_option(option, pipeline, used, device) if option else nullcontext():
                     pictures = not self.planning or any(stage.name == of.name for later in self.todo for of in later.references)

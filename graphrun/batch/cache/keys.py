@@ -107,7 +107,7 @@ class Keys:
         return _digest(
             [
                 self._common,
-                [stage.op, *(stage.outputs if stage.operation.open else ())],
+                [stage.op, stage.pipeline, *(stage.outputs if stage.operation.open else ())],
                 {name: argument(value) for name, value in stage.arguments.items()},
                 choices.options.get(stage.name, ""),
                 {name: component(name) for name in stage.uses},
@@ -120,7 +120,7 @@ class Keys:
         graph = self.graph
         return _digest(
             [
-                [graph.pipeline, graph.pipeline_config],
+                [graph.pipeline, graph.pipeline_config, *([name, of.content] for name, of in graph.pipelines.items())],
                 {name: _declared(component) for name, component in graph.components.items()},
                 {name: self._part(part) for name, part in graph.parts.items()},
                 [*((name, _version(name)) for name in LIBRARIES), *_code(graph).items(), list(sys.version_info[:3])],
@@ -204,7 +204,7 @@ def dependencies(graph: Graph, device: str) -> dict[str, str]:
 
     keys = Keys(graph, {}, device, stamp)
     found = {"device": device, "graphrun's code": code_digest()[:12], "pipeline": graph.pipeline}
-    found |= each("pipeline_config", graph.pipeline_config, repr)
+    found |= each("pipeline_config", graph.pipeline_config, repr) | each("pipelines", graph.pipelines, lambda of: repr(of.content))
     found |= {f"version of {name}": _version(name) for name in LIBRARIES}
     found |= {f"code of {name}": digest[:12] for name, digest in _code(graph).items()}
     for stage in graph.stages:
