@@ -57,10 +57,11 @@ def plain(name: str, inputs: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("name", CALLS)
 def test_the_picture_is_the_pipelines_own_within_the_budget(name: str) -> None:
     graph, inputs = graphrun.load(GRAPHS / f"{name}.yaml"), {**SMALL, **CALLS[name]}
-    solution = graphrun.plan(graphrun.estimate(graph, vram="16M", hardware="sim", inputs=SMALL))
+    budget = (10 if name.startswith("flux") else 16) << 20
+    solution = graphrun.plan(graphrun.estimate(graph, vram=budget, hardware="sim", inputs=SMALL))
     trace = graphrun.run(solution, graph, inputs=inputs)
     assert trace.outputs["image"].tobytes() == plain(name, inputs).tobytes()
-    assert trace.peak_bytes <= 16 << 20 < sum(v.weight_bytes() for v in solution.problem.components) + (4 << 20)
+    assert trace.peak_bytes <= budget < sum(v.weight_bytes() for v in solution.problem.components) + (4 << 20)
     assert trace.left_bytes == 0
 
 
