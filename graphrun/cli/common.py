@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from graphrun import api
 from graphrun.cli.downloads import Told, asked_for
 from graphrun.cli.options import Asked
 from graphrun.cli.terminal import alive, coloured, width
-from graphrun.errors import GraphrunError, InputError, PlanError
+from graphrun.errors import GraphrunError, InputError, Interrupted, PlanError
 from graphrun.graph.shipped import shipped_graphs
 from graphrun.reading import printable
 from graphrun.report import plan_files as planfile
@@ -34,7 +35,21 @@ if TYPE_CHECKING:
 
 
 JSON_VERSION = 1
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
+
+
+class _Commands(TyperGroup):
+    """The commands. An interrupt that a command does not explain itself ends it with exit code 130 too."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted") from None
+
+
+app = typer.Typer(
+    cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
+)
 
 
 def _graphs(typed: str) -> list[str]:
@@ -133,14 +148,18 @@ def planned(
         return replace(made, precomputed=cached(graph, values, problem.hardware, what, problem.allow), downloads=downloads)
     if to_run:
         graph.resolve(inputs)
-    hardware = hardware_for(asked.hardware, asked.device, to_run, cache)
+    from graphrun.profile.several import per_device
+
+    several = per_device(asked.vram, asked.hardware, asked.device)
+    each = [hardware_for(of.hardware, of.device, to_run, cache) for of in several]
+    hardware = each[0]
     asked = budgeted(asked, hardware)
     if downloads := sources_of(graph):
         reuse = "none"
     if not to_run:  # planning compiles nothing; without dynamo the libraries import a second faster
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     precomputed = cached(graph, inputs, hardware, reuse, asked.allow or ())
-    arguments = {**asked.estimate_arguments, "vram": asked.vram, "hardware": hardware, "cache": cache, "precomputed": precomputed}
+    arguments = {**asked.estimate_arguments, "vram": asked.vram, "hardware": each, "cache": cache, "precomputed": precomputed}
 
     def estimate(inputs: Mapping[str, Any], allow: tuple[str, ...]) -> Any:
         return api.estimate(graph, **{**arguments, "inputs": inputs, "allow": allow})
