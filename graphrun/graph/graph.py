@@ -120,7 +120,7 @@ class Pipeline:
 
     def named(self, things: Mapping[str, Any]) -> dict[str, Any]:
         """``things`` of the graph (components or parts) under the pipeline's names too."""
-        own = {name: things[of] for name, of in self.members.items() if of in things}
+        own = {name: things[of] for name, of in self.members.items() if of is not None and of in things}
         return {**{name: thing for name, thing in things.items() if name not in self.members}, **own}
 
 
