@@ -1,4 +1,5 @@
-"""docs/graphs.md: every reference graph's components in GiB, and the predicted time and peak at four budgets on an RTX 4090.
+"""docs/graphs.md: every reference graph's components in GiB, and the predicted time and peak at four budgets on an RTX 4090;
+graphs/figures.json: of these, what `graphrun list` shows.
 
     python benchmarks/graph_table.py [NAME ...]      all graphs, or those named; the others keep their lines
 
@@ -7,6 +8,7 @@ Needs no weights and no GPU. Pyramid-Flow's code is not a package: its rows are 
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs" / "graphs.md"
+FIGURES = ROOT / "graphs" / "figures.json"
 STANDINS = ROOT / "tests" / "standins"
 HARDWARE = "rtx4090"
 BUDGETS = ("8G", "12G", "16G", "24G")
@@ -27,7 +30,11 @@ NAMES = (
     "sdxl-img2img",
     "sdxl-inpaint",
     "sdxl-controlnet",
+    "sdxl-refined",
+    "flux-kontext",
+    "flux-fill",
     "sd3",
+    "sd35-large",
     "hidream",
     "cogview4",
     "auraflow",
@@ -35,6 +42,7 @@ NAMES = (
     "hunyuan-dit",
     "qwen-image",
     "wan-14b",
+    "wan22-t2v",
     "hunyuan-video",
     "cogvideox-5b",
     "ltx",
@@ -81,6 +89,20 @@ def component_line(name: str) -> str:
     sizes = {key: nbytes(meta_module(component, graph.trust)) for key, component in graph.components.items()}
     ordered = sorted(sizes.items(), key=lambda item: -item[1])
     return f"| {name} | {', '.join(f'{key} {size / 2**30:.2f}' for key, size in ordered)} |"
+
+
+def figures(name: str, plan_row: str) -> dict[str, Any]:
+    """The parameters of a graph, and by its row of the second table the smallest of `BUDGETS` that is enough, with the seconds."""
+    import graphrun
+    from graphrun.modules.build import meta_module
+
+    graph = graphrun.load(ROOT / "graphs" / f"{name}.yaml", trust=["pyramid_flow"])
+    modules = [meta_module(component, graph.trust) for component in graph.components.values()]
+    found: dict[str, Any] = {"parameters": sum(p.numel() for module in modules for p in module.parameters())}
+    for budget, cell in zip(BUDGETS, plan_row.split("|")[2:], strict=False):
+        if took := re.match(r" ([\d.]+) s,", cell):
+            return {**found, "card_gib": int(budget[:-1]), "seconds": float(took[1])}
+    return found
 
 
 def nbytes(module: Any) -> int:
@@ -142,6 +164,8 @@ def main(names: list[str]) -> None:
         rows[name] = [component_line(name), plan_line(name)]
         print(*rows[name], sep="\n", flush=True)
         TABLE.write_text(document(rows))
+        known = json.loads(FIGURES.read_text()) if FIGURES.is_file() else {}
+        FIGURES.write_text(json.dumps(known | {name: figures(name, rows[name][1])}, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ server completes and checks by it, as the first line of each file of graphrun's 
 
 {table("key | type | default | meaning", keys(whole, defs))}
 """
-    order = ("InputSpec", "ComponentSpec", "PartSpec", "StageSpec", "DirectivesSpec", "LoraSpec", "IpAdapterSpec")
+    order = ("InputSpec", "ComponentSpec", "PartSpec", "PipelineSpec", "StageSpec", "DirectivesSpec", "LoraSpec", "IpAdapterSpec")
     assert set(order) == set(defs)
     for name in order:
         of = defs[name]

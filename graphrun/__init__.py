@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphrun.api import Budget, attach, estimate, from_pipeline, load, plan, precomputed, run, run_many, survey
 from graphrun.errors import BrokenPlan, GraphError, GraphrunError, InputError, OutOfMemory, PlanError, TransferFailed
+from graphrun.graph.ops import op
 from graphrun.limits import raise_limits
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ __all__ = [
     "estimate",
     "from_pipeline",
     "load",
+    "op",
     "plan",
     "precomputed",
     "raise_limits",

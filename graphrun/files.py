@@ -19,6 +19,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,24 @@ def write_whole(path: Path, write: Callable[[Path], Any], *, lasting: bool = Fal
             with temporary.open("rb+") as file:
                 os.fsync(file.fileno())
         os.replace(temporary, path)
+
+
+def python_digest(*places: Path) -> str:
+    """SHA-256 over names and contents of the Python files at and below ``places``."""
+    total = hashlib.sha256()
+    for place in places:
+        for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
+            total.update(f"{path.relative_to(place.parent)}\0".encode() + path.read_bytes() + b"\0")
+    return total.hexdigest()
+
+
+def package_digest(package: str) -> str:
+    """`python_digest` of the code of ``package``, without importing it; "" where it is not found."""
+    try:
+        spec = find_spec(package)
+    except ValueError:  # it runs without a file of its own, such as __main__
+        return ""
+    return python_digest(*map(Path, spec.submodule_search_locations or filter(None, [spec.origin]))) if spec is not None else ""
 
 
 def sweep(path: Path) -> None:

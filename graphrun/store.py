@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import hashlib
 import shutil
 import sys
 import time
@@ -29,7 +28,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from graphrun.errors import GraphError, PlanError
-from graphrun.files import Store, digest_of
+from graphrun.files import Store, digest_of, package_digest, python_digest
 from graphrun.graph.graph import Graph, Reference
 from graphrun.graph.loading import load
 from graphrun.graph.media import told
@@ -207,15 +206,16 @@ def _plan_key(problem: Problem) -> str:
 
 
 def trace_key(graph: Graph, inputs: Mapping[str, Any]) -> str | None:
-    """Key of everything that a dry run depends on; None where it depends on something without a version.
+    """Key of everything that a dry run depends on; None where the code of a trusted package is not found.
 
     It does not depend on hardware, on a seed, or on the text of a prompt, because pipelines pad it; no prompt and an empty prompt
     do differ. Local weight files count by name, size and modification time.
     """
-    versions = {name: _installed_version(name) for name in (*LIBRARIES, *graph.trust)}
-    if any(versions[name] is None for name in graph.trust):
+    trusted = {name: package_digest(name) for name in graph.trust}
+    if not all(trusted.values()):
         return None
-    return _key(graph, inputs, [versions, list(sys.version_info[:3])])
+    versions = {name: _installed_version(name) for name in LIBRARIES}
+    return _key(graph, inputs, [versions, trusted, list(sys.version_info[:3])])
 
 
 def shipped_key(graph: Graph, inputs: Mapping[str, Any]) -> str | None:
@@ -280,22 +280,23 @@ def _installed_version(package: str) -> tuple[str, int] | None:
 @functools.cache
 def own_source() -> str:
     """Digest of every Python file of graphrun at the first call. Any change of the source invalidates all entries."""
-    root, total = Path(__file__).parent, hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        total.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
-    return total.hexdigest()[:32]
+    return python_digest(Path(__file__).parent)[:32]
 
 
 def _probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None) -> DryRun:
     with _garbage_collection_paused() as imported:
-        from graphrun.modules.classes import resolve_class
+        from graphrun.modules.classes import resolve_class, resolve_function
         from graphrun.profile.dry_run import probe
 
         for component in graph.components.values():
             resolve_class(component.class_path, graph.trust, component.where, "component")
         for part in graph.parts.values():
             resolve_class(part.class_path, graph.trust, part.where, "part")
-        resolve_class(graph.pipeline, graph.trust, graph.where, "pipeline")
+        for pipeline in map(graph.pipeline_called, ("", *graph.pipelines)):
+            resolve_class(pipeline.class_path, graph.trust, pipeline.where, "pipeline")
+        for stage in graph.stages:
+            if stage.operation.own:
+                resolve_function(stage.op, graph.trust, stage.where)
         imported()
         return probe(graph, inputs, options)
 

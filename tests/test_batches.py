@@ -75,6 +75,16 @@ def test_a_list_runs_except_for_its_broken_lines_and_resumes(graphrun: Cli, own_
     assert "inputs of request 1: was" in err
 
 
+def test_the_files_of_a_list_go_to_a_folder_and_no_two_have_one_name(graphrun: Cli, own_cache: Path) -> None:
+    Path("p.jsonl").write_text('{"prompt": "a", "seed": 4}\n{"prompt": "a", "seed": 5}\n')
+    code, _, err = graphrun(*RUN, "--inputs", "p.jsonl", "-o", "pictures/{prompt}.png")
+    assert (code, "pictures/a.png: lines 1 and 2 have this file: add {line:04d} to -o" in err) == (2, True)
+    assert graphrun(*RUN, "--inputs", "p.jsonl", "-o", "pictures")[0] == 0
+    assert sorted(path.name for path in Path("pictures").iterdir()) == ["0001.png", "0002.png"]
+    code, _, err = graphrun(*RUN, "--inputs", "p.jsonl", "-o", "pictures/{line:04d}.png")
+    assert (code, "pictures/0001.png: is there already: add --overwrite" in err) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

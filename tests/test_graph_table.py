@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,12 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("name", sampled(GRAPHS, SAMPLE, "graphs"))
 def test_the_documented_sizes_are_those_of_the_components(table: Any, name: str) -> None:
     assert table.component_line(name) in ROWS
+
+
+@pytest.mark.parametrize("name", sampled(GRAPHS, ("sd3", "pyramid-flow"), "graphs"))
+def test_the_listed_figures_are_those_of_the_tables(table: Any, name: str) -> None:
+    row = next(row for row in reversed(ROWS) if row.startswith(f"| {name} |"))
+    assert json.loads((ROOT / "graphs" / "figures.json").read_text())[name] == table.figures(name, row)
 
 
 @pytest.mark.sweep("graphs")

@@ -133,8 +133,13 @@ def run_requests(graph: Graph, requests: Sequence[Request], context: BatchContex
 
 def restarting_loops(graph: Graph) -> list[tuple[str, str]]:
     """The stages whose loops cannot resume at a step but restart at their first, each with the reason."""
-    why = why_not(resolve_class(graph.pipeline, graph.trust, graph.where, "pipeline"))
-    return [(stage.name, why) for stage in graph.stages if why and stage.op == "denoise"]
+    found = []
+    for stage in graph.stages:
+        if stage.op == "denoise":
+            pipeline = graph.pipeline_called(stage.pipeline)
+            if why := why_not(resolve_class(pipeline.class_path, graph.trust, pipeline.where, "pipeline")):
+                found.append((stage.name, why))
+    return found
 
 
 def _fingerprint(request: Request) -> str:

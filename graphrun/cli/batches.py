@@ -18,7 +18,7 @@ from graphrun.cli.options import Asked
 from graphrun.cli.running import Stop, files_for, refuse_rate, saved, stopping
 from graphrun.errors import InputError, Interrupted
 from graphrun.graph.graph import Graph
-from graphrun.report.outputs import Files, numbered
+from graphrun.report.outputs import Files, named, refuse_there
 from graphrun.report.progress import BatchProgress
 from graphrun.units import show_seconds, show_size
 
@@ -56,11 +56,15 @@ def run_batch(
     if state is None or not state.exists():
         files_for(graph, output, asked.inputs, overwrite=overwrite)
     requests = [_with_rate(request, graph, target, asked.inputs) for request in requests]
+    if inputs is not None:
+        places = _places(target, requests, graph, asked.inputs)
+        for of in places.values() if not overwrite and (state is None or not state.exists()) else ():
+            refuse_there(of, graph.kinds())
     told, files = None if as_json else say, dict[int, list[str]]()
     downloaded(asked_for(graph.without_sources() if options["random_weights"] else graph, told), told)
 
     def sink(request: Request, outputs: Mapping[str, Any]) -> list[Path]:
-        to = numbered(target, request.number) if inputs is not None else target
+        to = places[request.number] if inputs is not None else target
         written = saved(outputs, to, graph, request.inputs, progress.plans)
         files[request.number] = [str(each) for each in written]
         return written
@@ -90,6 +94,18 @@ def run_batch(
     show(_batch_json(batch, len(requests), files), as_json, _batch_screen(batch, len(requests)))
     if batch.errors:
         raise typer.Exit(2)
+
+
+def _places(target: Files, requests: Sequence[Request], graph: Graph, common: Mapping[str, Any]) -> dict[int, Files]:
+    """The output files of each request that can be run. Raises InputError where two have the same."""
+    made, seen = dict[int, Files](), dict[Path, int]()
+    for request in resolved(requests, graph, common):
+        if not request.error:
+            made[request.number] = named(target, request.number, request.inputs, graph.kinds())
+            for path in made[request.number].values():
+                if (other := seen.setdefault(path, request.number)) != request.number:
+                    raise InputError(f"{path}: lines {other} and {request.number} have this file: add {{line:04d}} to -o")
+    return made
 
 
 def _with_rate(request: Request, graph: Graph, target: Files, common: Mapping[str, Any]) -> Request:

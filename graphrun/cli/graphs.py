@@ -1,4 +1,4 @@
-"""The command that draws a graph: ``graph``."""
+"""The commands that draw a graph, ``graph``, and that list those that come with graphrun, ``list``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from typing import Annotated
 import typer
 
 from graphrun import api
-from graphrun.cli.common import OnlyGraph, app, cache_folder, hardware_for, load, say, write_or_print
+from graphrun.cli.common import AsJson, OnlyGraph, app, cache_folder, hardware_for, load, say, show, write_or_print
 from graphrun.cli.options import Asked, shared
 from graphrun.errors import GraphrunError, InputError
+from graphrun.graph.document import read_document, read_json
+from graphrun.graph.shipped import graph_file, graphs_folder, shipped_graphs
 from graphrun.report import plan_files as planfile
+from graphrun.report.table import table
 
+FIGURES = "figures.json"  # in the folder of graphs: what benchmarks/graph_table.py measured of each
 KINDS = ("mermaid", "dot", "svg")
 
 
@@ -44,3 +48,26 @@ def graph(
         say(f"graphrun: drawn without bytes, since there is no dry run: {what}")
     shown = drawn(loaded.to_networkx(estimate))
     write_or_print(graph_svg(shown, note) if kind == "svg" else mermaid(shown) if kind == "mermaid" else dot(shown), out)
+
+
+@app.command("list")
+def list_graphs(as_json: AsJson = False) -> None:
+    """List graphrun's own graphs: parameters, the smallest card that runs them, predicted seconds on it, license of the weights."""
+    figures, rows = read_json(graphs_folder() / FIGURES), []
+    for name in shipped_graphs():
+        data = read_document(graph_file(name)).data
+        if "source" in data or name in figures:
+            rows.append({"name": name, **figures.get(name, {}), "license": data.get("license", "")})
+    head = ("graph", "parameters", "least VRAM", "seconds", "license")
+    lines = [
+        (
+            str(row["name"]),
+            f"{row['parameters'] / 1e9:.1f} B" if "parameters" in row else "-",
+            f"{row['card_gib']} GiB" if "card_gib" in row else "-",
+            f"{row['seconds']:.0f}" if "seconds" in row else "-",
+            str(row["license"]),
+        )
+        for row in rows
+    ]
+    note = "least VRAM: the smallest of 8, 12, 16 and 24 GiB that is enough; seconds: of one cold run there, on an RTX 4090"
+    show({"graphs": rows}, as_json, f"{table([head, *lines], left=(0, 4))}\n {note}\nnext: graphrun plan flux-dev")

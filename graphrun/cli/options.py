@@ -25,7 +25,11 @@ Sets = Annotated[Names, typer.Option("--set", help="An input of the graph: name=
 Outputs = Annotated[
     Names,
     typer.Option(
-        "--output", "-o", help="The output file; or name=file, for one output. Default out/<graph>.png.", show_default=False
+        "--output",
+        "-o",
+        help="The output file; or name=file, for one output. With --inputs a folder, or a pattern: out/{line:04d}-{seed}.png. "
+        "Default out/<graph>.png.",
+        show_default=False,
     ),
 ]
 Reuse = Annotated[

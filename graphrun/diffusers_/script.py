@@ -41,7 +41,7 @@ class _Script:
     def __init__(self, graph: Graph, solution: Solution) -> None:
         self.graph, self.problem, self.plan, self.simulation = graph, solution.problem, solution.plan, solution.simulation
         ops = [stage.op for stage in graph.stages]
-        if ops != list(KNOWN) or self.problem.precomputed:
+        if ops != list(KNOWN) or self.problem.precomputed or graph.pipelines:
             raise InputError(f"only {', '.join(KNOWN)} in a row can be exported as diffusers calls; this plan has {', '.join(ops)}")
         self.encode, self.denoise, self.decode = graph.stages
         self.pipeline: Any = resolve_class(graph.pipeline, graph.trust, graph.where, "pipeline")

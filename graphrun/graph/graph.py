@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from graphrun.errors import InputError
 from graphrun.graph import media
-from graphrun.graph.ops import OPERATIONS
+from graphrun.graph.ops import Operation, operation
 from graphrun.graph.values import Input, did_you_mean, fit
 from graphrun.limits import require
 from graphrun.reading import opened
@@ -105,11 +105,31 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Pipeline:
+    """A pipeline class with constructor arguments. ``members``: its name for a component or part -> the graph's, None for none."""
+
+    class_path: str
+    config: Mapping[str, Any]
+    members: Mapping[str, str | None] = field(default_factory=dict)
+    where: str = field(default="", compare=False)
+
+    @property
+    def content(self) -> list[Any]:
+        """All of it but where it is declared."""
+        return [self.class_path, self.config, self.members]
+
+    def named(self, things: Mapping[str, Any]) -> dict[str, Any]:
+        """``things`` of the graph (components or parts) under the pipeline's names too."""
+        own = {name: things[of] for name, of in self.members.items() if of is not None and of in things}
+        return {**{name: thing for name, thing in things.items() if name not in self.members}, **own}
+
+
+@dataclass(frozen=True, slots=True)
 class Stage:
     """One op with its arguments (literals, references, lists of them) and the components it uses.
 
     ``options``: alternatives that a plan may choose, such as ``tiling``. ``outputs``: the names of its outputs; of an op that is
-    ``open``, those that the graph reads.
+    ``open``, those that the graph reads. ``pipeline``: which of the graph's further pipelines it belongs to; "": the graph's own.
     """
 
     name: str
@@ -119,6 +139,14 @@ class Stage:
     where: str = field(default="", compare=False)
     options: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
+    pipeline: str = ""
+
+    @property
+    def operation(self) -> Operation:
+        """The signature of its op."""
+        found = operation(self.op)
+        assert found is not None
+        return found
 
     @property
     def references(self) -> tuple[Reference, ...]:
@@ -140,7 +168,7 @@ class Stage:
 
     def permission(self, option: str) -> str | None:
         """What a caller must allow before a plan runs the stage with ``option``; "": nothing. None: the graph does not list it."""
-        return OPERATIONS[self.op].options[option] if option in self.options else None
+        return self.operation.options[option] if option in self.options else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +207,15 @@ class Graph:
     outputs: Mapping[str, Reference]
     directives: Directives = Directives()
     precomputed: tuple[Reference, ...] = ()  # stage outputs that a run gets ready-made, in place of these stages
+    pipelines: Mapping[str, Pipeline] = field(default_factory=dict)  # further ones, which stages name
     fps: float | None = None  # frame rate of video files; None: from the pipeline's arguments
     where: str = field(default="", compare=False)
     # Meta modules that nothing uses now, for the next run (`graphrun.modules.build`); a graph and its parts share them.
     spare: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def pipeline_called(self, name: str) -> Pipeline:
+        """The further pipeline called ``name``; "": its own."""
+        return self.pipelines[name] if name else Pipeline(self.pipeline, self.pipeline_config, where=self.where)
 
     def component(self, name: str) -> Component:
         """The component called ``name``. Raises KeyError."""
@@ -194,7 +227,7 @@ class Graph:
 
     def kinds(self) -> dict[str, str]:
         """The kind of each output: ``image``, ``video``, ``audio``, ``latents``, ``embeds``, or ``any``."""
-        return {name: OPERATIONS[self.stage(of.name).op].output(of.output) or "any" for name, of in self.outputs.items()}
+        return {name: self.stage(of.name).operation.output(of.output) or "any" for name, of in self.outputs.items()}
 
     def producers(self, name: str) -> tuple[str, ...]:
         """Names of the stages whose outputs the stage ``name`` reads, each once."""
@@ -378,6 +411,7 @@ class Graph:
         """
         content = {
             "pipeline": [self.pipeline, self.pipeline_config],
+            **({"pipelines": {name: of.content for name, of in self.pipelines.items()}} if self.pipelines else {}),
             "inputs": {
                 i.name: [
                     i.type,
@@ -403,7 +437,13 @@ class Graph:
             },
             "parts": {p.name: [p.class_path, p.config, p.file and _content_digest(p.file)] for p in self.parts.values()},
             "stages": {
-                s.name: [s.op, s.uses, {k: _plain(v) for k, v in s.arguments.items()}, *([s.options] if s.options else [])]
+                s.name: [
+                    s.op,
+                    s.uses,
+                    {k: _plain(v) for k, v in s.arguments.items()},
+                    *([s.options] if s.options else []),
+                    *([s.pipeline] if s.pipeline else []),
+                ]
                 for s in self.stages
             },
             "outputs": {name: str(reference) for name, reference in self.outputs.items()},

@@ -23,9 +23,9 @@ from pydantic_core import ErrorDetails
 
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.document import Document, Location, read_document, read_json
-from graphrun.graph.graph import DEFAULT_ALLOW, Adapter, Component, Directives, Graph, Part, Reference, Stage
+from graphrun.graph.graph import DEFAULT_ALLOW, Adapter, Component, Directives, Graph, Part, Pipeline, Reference, Stage
 from graphrun.graph.media import AN
-from graphrun.graph.ops import OPERATIONS, PLAIN_KINDS, Kind
+from graphrun.graph.ops import OPERATIONS, PLAIN_KINDS, Kind, operation
 from graphrun.graph.order import order_stages
 from graphrun.graph.schema import (
     PATTERNS,
@@ -36,6 +36,7 @@ from graphrun.graph.schema import (
     IpAdapterSpec,
     LoraSpec,
     PartSpec,
+    PipelineSpec,
     Spec,
     StageSpec,
 )
@@ -46,6 +47,7 @@ from graphrun.reading import inside
 from graphrun.units import parse_size
 
 _SECTIONS: dict[str, type[Spec]] = {
+    "pipelines": PipelineSpec,
     "inputs": InputSpec,
     "components": ComponentSpec,
     "parts": PartSpec,
@@ -188,7 +190,7 @@ class _Reader:
         outputs = self._outputs()
         references = [*(r for stage in stages.values() for r in stage.references), *outputs.values()]
         for name, stage in stages.items():
-            if stage.op in OPERATIONS and OPERATIONS[stage.op].open:
+            if (of := operation(stage.op)) is not None and of.open:
                 read = dict.fromkeys(r.output for r in references if r.kind == "stage" and r.name == name)
                 stages[name] = replace(stage, outputs=tuple(read))
         self._check_uses(inputs, stages, references)
@@ -197,7 +199,8 @@ class _Reader:
             path=self.document.path,
             pipeline=spec.pipeline,
             source=self._source(("source",), spec.source, spec.revision) if spec.source else None,
-            pipeline_config=self._pipeline_config(),
+            pipeline_config=self._pipeline_config(("pipeline_config",), spec.pipeline_config),
+            pipelines=self._pipelines(),
             trust=self.trust,
             inputs=inputs,
             components=components,
@@ -209,14 +212,29 @@ class _Reader:
             where=self.document.where(("pipeline",)),
         )
 
-    def _pipeline_config(self) -> dict[str, Any]:
-        for key, value in self.spec.pipeline_config.items():
+    def _pipelines(self) -> dict[str, Pipeline]:
+        found, named = dict[str, Pipeline](), {stage.pipeline for stage in self.spec.stages.values()}
+        known = [*self.spec.components, *self.spec.parts]
+        for name, spec in self.spec.pipelines.items():
+            at = ("pipelines", name)
+            self._check_class((*at, "class"), spec.class_path)
+            for key, member in spec.members.items():
+                if member is not None and member not in known:
+                    self.add((*at, "members", key), f"no such component or part {member!r}{did_you_mean(member, known)}")
+            if name not in named:
+                self.add(at, "no stage belongs to it; add pipeline: to a stage, or remove it")
+            config = self._pipeline_config((*at, "config"), spec.config)
+            found[name] = Pipeline(spec.class_path, config, dict(spec.members), self.document.where((*at, "class")))
+        return found
+
+    def _pipeline_config(self, at: Location, config: Mapping[str, Any]) -> dict[str, Any]:
+        for key, value in config.items():
             for index, text in enumerate(value if isinstance(value, list) else ()):
                 name = str(text).removeprefix("$")
                 if (name in self.spec.components) != str(text).startswith("$"):
                     what = f"{text!r} is not a component such as $controlnet{did_you_mean(name, self.spec.components)}"
-                    self.add(("pipeline_config", key, index), what)
-        return dict(self.spec.pipeline_config)
+                    self.add((*at, key, index), what)
+        return dict(config)
 
     def _directives(self) -> Directives:
         spec, at = self.spec.directives, ("directives",)
@@ -359,7 +377,7 @@ class _Reader:
         return Part(name, spec.class_path, config or {}, config is not None, file, source, self.document.where(at))
 
     def _check_class(self, at: Location, class_path: str) -> None:
-        package = class_path.split(".")[0]
+        package = re.split("[.:]", class_path)[0]
         if package not in self.allow:
             meant = did_you_mean(package, self.allow)
             advice = meant if "did you mean" in meant else ""
@@ -439,28 +457,34 @@ class _Reader:
             if component in spec.uses[:index] and component in self.spec.components:
                 self.add((*at, "uses", index), f"{component!r} is given twice")
         arguments = {key: self._argument(value, (*at, "with", key)) for key, value in spec.arguments.items()}
-        operation = OPERATIONS.get(spec.op)
-        if operation is None:
+        of = operation(spec.op)
+        if of is not None and of.own:
+            self._check_class((*at, "op"), spec.op)
+        if of is None:
             self.add((*at, "op"), f"unknown op {spec.op!r}{did_you_mean(spec.op, OPERATIONS)}")
             return Stage(name, spec.op, tuple(spec.uses), arguments)
-        for key in operation.required:
+        for key in of.required:
             if key not in arguments:
                 self.add(at, f"{spec.op} needs {key!r}; add it to with:")
         for key, value in arguments.items():
-            wanted = operation.argument(key)
+            wanted = of.argument(key)
             if wanted is None:
-                self.add((*at, "with", key), f"{spec.op} has no argument {key!r}{did_you_mean(key, operation.arguments)}")
+                self.add((*at, "with", key), f"{spec.op} has no argument {key!r}{did_you_mean(key, of.arguments)}")
                 continue
             try:
                 arguments[key] = self._fitted(wanted, value, inputs)
             except ValueError as error:
                 self.add((*at, "with", key), str(error))
         for index, option in enumerate(spec.options):
-            if option not in operation.options:
-                known = ", ".join(operation.options) or "none"
+            if option not in of.options:
+                known = ", ".join(of.options) or "none"
                 self.add((*at, "options", index), f"{spec.op} has no option {option!r}; it has {known}")
-        outputs = tuple(operation.outputs)
-        return Stage(name, spec.op, tuple(spec.uses), arguments, self.document.where(at), tuple(spec.options), outputs)
+        outputs, pipeline = tuple(of.outputs), spec.pipeline or ""
+        if pipeline and of.own:
+            self.add((*at, "pipeline"), "a function belongs to no pipeline: leave it out")
+        elif pipeline and pipeline not in self.spec.pipelines:
+            self.add((*at, "pipeline"), f"no such pipeline {pipeline!r}{did_you_mean(pipeline, self.spec.pipelines)}")
+        return Stage(name, spec.op, tuple(spec.uses), arguments, self.document.where(at), tuple(spec.options), outputs, pipeline)
 
     def _argument(self, value: Any, at: Location) -> Any:
         """``value`` with `Reference` objects in place of texts such as ``$prompt``.
@@ -476,19 +500,19 @@ class _Reader:
         """What ``text`` names; ``text`` itself, with a problem, where that is nothing."""
         name, dot, output = text[1:].partition(".")
         stage = self.spec.stages.get(name)
-        operation = OPERATIONS.get(stage.op) if stage else None
-        self.misspelled |= dot != "" and operation is None
+        of = operation(stage.op) if stage else None
+        self.misspelled |= dot != "" and of is None
         if not dot and name in self.spec.inputs:
             return Reference("input", name)
-        if dot and stage and (operation is None or operation.output(output) is not None):
+        if dot and stage and (of is None or of.output(output) is not None):
             return Reference("stage", name, output)
         self.misspelled = True
-        if dot and operation:
-            self.add(at, f"stage {name!r} has no output {output!r}{did_you_mean(output, operation.outputs)}")
+        if dot and of:
+            self.add(at, f"stage {name!r} has no output {output!r}{did_you_mean(output, of.outputs)}")
         elif dot:
             self.add(at, f"no such stage {name!r}{did_you_mean(name, self.spec.stages)}")
         elif stage:
-            such = next(iter(operation.outputs)) if operation else "output"
+            such = next(iter(of.outputs)) if of else "output"
             self.add(at, f"{text} is a stage; say which of its outputs, such as {text}.{such}")
         else:
             self.add(at, f"no such input {name!r}{did_you_mean(name, self.spec.inputs)}")
@@ -499,8 +523,8 @@ class _Reader:
         if wanted == "any" or (isinstance(value, str) and value.startswith("$")):  # such a text is a problem already
             return value
         if isinstance(value, Reference):
-            operation = OPERATIONS.get(self.spec.stages[value.name].op) if value.kind == "stage" else None
-            got: Kind | None = operation.output(value.output) if operation else None
+            of = operation(self.spec.stages[value.name].op) if value.kind == "stage" else None
+            got: Kind | None = of.output(value.output) if of else None
             if value.kind == "input":
                 got = inputs[value.name].type
                 if inputs[value.name].many and wanted != "str":

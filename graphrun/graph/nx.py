@@ -28,8 +28,6 @@ from typing import Any
 
 import networkx
 
-from graphrun.graph.ops import OPERATIONS
-
 
 def to_networkx(graph: Any, estimate: Mapping[str, Any] | None = None) -> networkx.DiGraph:
     """Inputs, components, stages, values and outputs of ``graph`` (a `Graph`, which imports this module) as nodes, in the order
@@ -51,7 +49,7 @@ def to_networkx(graph: Any, estimate: Mapping[str, Any] | None = None) -> networ
         made.add_edges_from(((_source(reference), node) for reference in stage.references), relation="reads")
         made.add_edges_from(((f"component:{component}", node) for component in stage.uses), relation="uses")
         for output in stage.outputs:
-            name, kind = f"{stage.name}.{output}", OPERATIONS[stage.op].output(output) or "any"
+            name, kind = f"{stage.name}.{output}", stage.operation.output(output) or "any"
             made.add_node(f"value:{name}", kind="value", name=name, type=kind, precomputed=False)
             made.add_edge(node, f"value:{name}", relation="produces")
     for name, reference in graph.outputs.items():

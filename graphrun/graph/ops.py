@@ -1,11 +1,14 @@
-"""The signatures of the ops as data: the names and kinds of their arguments and outputs. `graphrun.ops` implements them."""
+"""The signatures of the ops as data: the names and kinds of their arguments and outputs. `graphrun.ops` implements them.
+
+An op is one of `OPERATIONS`, or a function of a trusted package that `op` declares: ``mypackage.mymodule:sharpen``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 Kind = Literal["str", "int", "float", "bool", "embeds", "latents", "image", "mask", "video", "audio", "any"]
 
@@ -13,6 +16,10 @@ Kind = Literal["str", "int", "float", "bool", "embeds", "latents", "image", "mas
 PLAIN_KINDS: frozenset[Kind] = frozenset({"str", "int", "float", "bool"})
 # Kinds that a run takes as a file, or in Python as an object. A plan depends on their size.
 MEDIA_KINDS: frozenset[Kind] = frozenset({"image", "mask", "video", "audio"})
+# Where `op` notes what a function declares.
+DECLARED = "__graphrun_op__"
+
+Function = TypeVar("Function", bound=Callable[..., Mapping[str, Any]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +38,11 @@ class Operation:
     options: Mapping[str, str] = field(default_factory=dict)
     open: bool = False
     outlined: frozenset[str] = frozenset()
+
+    @property
+    def own(self) -> bool:
+        """Whether it is a function of a trusted package."""
+        return ":" in self.name
 
     @property
     def arguments(self) -> dict[str, Kind]:
@@ -71,6 +83,7 @@ OPERATIONS: Mapping[str, Operation] = _table(
             "width": "int",
             "steps": "int",
             "guidance_scale": "float",
+            "guidance_scale_2": "float",
             "true_cfg_scale": "float",
             "seed": "int",
             "num_images": "int",
@@ -105,3 +118,26 @@ OPERATIONS: Mapping[str, Operation] = _table(
         open=True,
     ),
 )
+
+
+def operation(name: str) -> Operation | None:
+    """The signature of the op ``name``; None where there is none. That of a function is only known when its package is imported, so
+    it takes and returns anything, of the kinds that its outputs' names say."""
+    if ":" in name:
+        return Operation(name, {}, {}, {"image": "image", "video": "video", "audio": "audio"}, open=True)
+    return OPERATIONS.get(name)
+
+
+def op(*, changes: Collection[str] = ()) -> Callable[[Function], Function]:
+    """Declares that a function is an op, which stages of a graph may name: ``op: mypackage.mymodule:function``.
+
+    It is called with the stage's ``with:`` and ``uses:`` by name, with the graph's parts that it has a parameter for, and with the
+    device as ``device``. It returns its outputs by name; ``image``, ``video`` and ``audio`` are what runs save as files.
+    ``changes``: the arguments whose tensors it changes in place; it gets copies of these, since other stages may read them too.
+    """
+
+    def declare(function: Function) -> Function:
+        setattr(function, DECLARED, frozenset(changes))
+        return function
+
+    return declare

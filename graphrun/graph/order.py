@@ -7,7 +7,6 @@ from dataclasses import replace
 from graphlib import TopologicalSorter
 
 from graphrun.graph.graph import Reference, Stage
-from graphrun.graph.ops import OPERATIONS
 
 
 def order_stages(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
@@ -26,6 +25,6 @@ def order_stages(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
 
 def read_by(stage: Stage) -> frozenset[Reference]:
     """The references whose values ``stage`` reads; of the others the op reads only shapes and dtypes (`Operation.outlined`)."""
-    outlined = OPERATIONS[stage.op].outlined
+    outlined = stage.operation.outlined
     numbers = {name: value for name, value in stage.arguments.items() if name not in outlined}
     return frozenset(replace(stage, arguments=numbers).references)

@@ -18,6 +18,8 @@ from graphrun.graph.ops import OPERATIONS
 _NAME, _GRAPH_NAME = r"^[A-Za-z_][A-Za-z0-9_]{0,63}$", r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
 _CLASS_PATH, _TEXT = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+$", r"^[^\x00-\x1f]+$"
 _FILE_VARIANT = r"^[A-Za-z0-9_]+$"
+_FUNCTION = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
+_OP = rf"^([A-Za-z_][A-Za-z0-9_]*|{_FUNCTION})$"
 # Frame rates that both kinds of video files can hold: a GIF's delay is 0.01 to 655.35 s, mp4's rates here are fractions up to 1001.
 SLOWEST_FPS, FASTEST_FPS = 0.01, 1000.0
 _NO_NAME = "is not a name: letters, digits and underscores, at most 64, no digit first"
@@ -28,6 +30,7 @@ PATTERNS = {
     _GRAPH_NAME: "cannot be a graph's name, since output files are named by it: letters, digits, dots, dashes and underscores, "
     "at most 64, no dot or dash first",
     _CLASS_PATH: "is not a class path such as diffusers.AutoencoderKL",
+    _OP: "is neither an op nor a function such as mypackage.mymodule:sharpen",
     _TEXT: "holds control characters",
 }
 Name = Annotated[str, StringConstraints(pattern=_NAME)]
@@ -149,16 +152,30 @@ class PartSpec(Spec):
     file: Text | None = Field(default=None, description="A tokenizer of the tokenizers library (JSON), relative to the graph file.")
 
 
+class PipelineSpec(Spec):
+    """A further pipeline, which stages name. It takes the graph's components and parts by their names, as the graph's own does."""
+
+    class_path: ClassPath = Field(
+        alias="class", description="A pipeline class, such as diffusers.StableDiffusionXLImg2ImgPipeline."
+    )
+    config: dict[Name, Scalar | None | list[Scalar]] = Field(default={}, description="As the graph's pipeline_config.")
+    members: dict[Name, Name | None] = Field(
+        default={}, description="The pipeline's name for a component or part, and the graph's; null: it has none of the graph's."
+    )
+
+
 class StageSpec(Spec):
     """One op, the components it uses, and its arguments: literals, ``$input`` or ``$stage.output``."""
 
     op: Annotated[
-        Name,
+        Annotated[str, StringConstraints(pattern=_OP)],
         Field(
-            json_schema_extra={"enum": sorted(OPERATIONS)},
-            description="What runs: a part of the pipeline's call, the whole of it (call), or blocks of a modular one (block).",
+            json_schema_extra={"anyOf": [{"enum": sorted(OPERATIONS)}, {"type": "string", "pattern": f"^{_FUNCTION}$"}]},
+            description="What runs: a part of the pipeline's call, the whole of it (call), blocks of a modular one (block), or a "
+            "function of a trusted package, such as mypackage.mymodule:sharpen.",
         ),
     ]
+    pipeline: Name | None = Field(default=None, description="Which of pipelines: it belongs to; left out: the graph's own.")
     uses: list[Name] = Field(default_factory=list, description="The components that the op calls.")
     arguments: dict[Name, Argument] = Field(
         alias="with",
@@ -188,9 +205,13 @@ class GraphSpec(Spec):
     pipeline_config: dict[Name, Scalar | None | list[Scalar]] = Field(
         default={}, description="More constructor arguments of the pipeline; lists, also of components such as [$canny, $depth]."
     )
+    pipelines: dict[Name, PipelineSpec] = Field(
+        default_factory=dict, description="Further pipelines, such as a refiner: one plan is for all stages."
+    )
     source: Source = None
     revision: Revision = None
     variant: FileVariant = None
+    license: Text | None = Field(default=None, description="The license of the source's weights, for people: apache-2.0.")
     fps: Annotated[float, Field(ge=SLOWEST_FPS, le=FASTEST_FPS)] | None = Field(
         default=None, description="Frames per second of its videos, as files."
     )

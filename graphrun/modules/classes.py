@@ -6,12 +6,13 @@ Without further permission a file may name certain kinds of classes of diffusers
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
 from typing import Any, Literal
 
 from graphrun.errors import GraphError
 from graphrun.graph.graph import DEFAULT_ALLOW, Component
+from graphrun.graph.ops import DECLARED
 from graphrun.graph.values import did_you_mean, outside, to_trust
 
 Kind = Literal["component", "part", "pipeline", "blocks"]
@@ -69,6 +70,27 @@ def resolve_class(class_path: str, trust: Collection[str] = (), where: str = "",
         needed = " or ".join(f"{what}: such a class {has}" for what, has in (_DESCRIPTIONS[kind] for kind in kinds))
         raise GraphError(f"{class_path} is not {needed}", where)
     return found
+
+
+def resolve_function(path: str, trust: Collection[str], where: str) -> Callable[..., Mapping[str, Any]]:
+    """The op that ``path`` names, such as ``mypackage.mymodule:sharpen``: a function with `graphrun.op` of a package in ``trust``.
+
+    Raises GraphError at ``where``.
+    """
+    name, _, attribute = path.partition(":")
+    package = name.split(".")[0]
+    if package not in trust:
+        raise GraphError(f"{path} is a function, and a file may name none of {package}; {to_trust(package)}", where)
+    try:
+        module = importlib.import_module(name)
+    except Exception as error:  # code of the package runs, which may raise anything
+        raise GraphError(f"{path} cannot be imported: {type(error).__name__}: {error}", where) from error
+    declared = [key for key, value in vars(module).items() if hasattr(value, DECLARED)]
+    if attribute not in declared:
+        what = "is no op: put @graphrun.op() above it" if hasattr(module, attribute) else f"is not in {module.__file__}"
+        raise GraphError(f"{path} {what}{did_you_mean(attribute, declared) if declared else ''}", where)
+    function: Callable[..., Mapping[str, Any]] = getattr(module, attribute)
+    return function
 
 
 def _can_be_part(found: type[Any]) -> bool:

@@ -45,7 +45,7 @@ def block(context: StageContext, *, blocks: Sequence[str] = (), seed: int | None
         refuse(context, f"with.{name}: {type(whole).__name__} takes no {name!r}{did_you_mean(name, sorted(accepted))}")
     if "output_type" in accepted and any(name in ("image", "video") for name in wanted):
         inputs.setdefault("output_type", "pil")
-    if context.planning and inputs.get("output_type") == "pil" and not arguments.get("padding_mask_crop"):
+    if not context.pictures and inputs.get("output_type") == "pil" and not arguments.get("padding_mask_crop"):
         without_pictures(pipeline)
     state = begun(pipeline, inputs, {name: arguments[name] for name in from_stages})
     with quietly(), torch.no_grad():

@@ -59,7 +59,7 @@ def call(context: StageContext, *, seed: int | None = None, **arguments: Any) ->
         inputs["generator"] = torch.Generator("cpu").manual_seed(seed or 0)
     if "output_type" in known and "output_type" not in inputs and (kind := _output_type(context, wanted)) is not None:
         inputs["output_type"] = kind
-    if context.planning and inputs.get("output_type") == "pil" and "padding_mask_crop" not in inputs:
+    if not context.pictures and inputs.get("output_type") == "pil" and "padding_mask_crop" not in inputs:
         without_pictures(pipeline)
     with torch.no_grad():
         made = pipeline(**inputs)

@@ -26,18 +26,14 @@ from graphrun.ops.steps import Steps, journaled
 class StageContext:
     """What an op works with: its stage in the graph, the pipeline assembled for it, the device, and the states of denoising loops.
 
-    ``steps`` is None in a dry run, in which pictures are not needed either.
+    ``steps`` is None in a dry run, in which pictures are not needed either unless a later stage reads them (``pictures``).
     """
 
     stage: Stage
     pipeline: Any
     device: torch.device
     steps: Steps | None
-
-    @property
-    def planning(self) -> bool:
-        """Whether this is a dry run."""
-        return self.steps is None
+    pictures: bool = True
 
 
 def encode_prompt(
@@ -146,7 +142,7 @@ def decode(
         latents = latents.to(vae.dtype)
         if tiling is not None:
             (vae.enable_tiling if tiling else vae.disable_tiling)()
-    if context.planning:
+    if not context.pictures:
         without_pictures(pipeline)
     # Without steps there is no guidance, so nothing should be encoded or copied for it.
     unguided = {"guidance_scale": 1.0, "true_cfg_scale": 1.0}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from graphrun.errors import GraphError
-from graphrun.graph.graph import Graph
+from graphrun.graph.graph import Graph, Pipeline
 from graphrun.graph.values import did_you_mean
 from graphrun.modules.classes import resolve_class
 
@@ -39,19 +39,19 @@ def blocks_in(block: Any) -> Iterator[Any]:
 
 
 def assemble_blocks(
-    graph: Graph, kind: type[Any], modules: Mapping[str, Any], parts: Mapping[str, Any], device: torch.device
+    graph: Graph, own: Pipeline, kind: type[Any], modules: Mapping[str, Any], parts: Mapping[str, Any], device: torch.device
 ) -> Any:
-    """The graph's modular pipeline over ``modules`` and ``parts``, computing on ``device``.
+    """The modular pipeline ``own`` of ``graph`` over ``modules`` and ``parts``, computing on ``device``.
 
     Parts with state (schedulers, guiders) are created again from their configuration. Components that the blocks expect and the
     graph does not have are None, or the blocks' defaults. Raises GraphError for components, parts and settings that the blocks do
     not know.
     """
     where = str(graph.path or "")
-    settings = dict(graph.pipeline_config)
-    own = settings.pop(BLOCKS, None)
+    settings = dict(own.config)
+    blocks = settings.pop(BLOCKS, None)
     with quietly():
-        pipeline = kind(blocks=resolve_class(str(own), graph.trust, graph.where, "blocks")() if own is not None else None)
+        pipeline = kind(blocks=resolve_class(str(blocks), graph.trust, own.where, "blocks")() if blocks is not None else None)
     expected = list(pipeline._component_specs)
     if unknown := sorted((modules.keys() | parts.keys()) - set(expected)):
         raise GraphError(f"{type(pipeline._blocks).__name__} do not take {unknown[0]}{did_you_mean(unknown[0], expected)}", where)

@@ -14,15 +14,22 @@ from typing import Any
 import torch
 
 from graphrun.errors import GraphError
-from graphrun.graph.graph import Graph, Reference
+from graphrun.graph.graph import Graph, Pipeline, Reference
 from graphrun.modules.build import resolve_class
 from graphrun.ops.modular import assemble_blocks, fix_device, fresh, is_modular_class
 
 
 def assemble(
-    graph: Graph, modules: Mapping[str, Any], parts: Mapping[str, Any], device: torch.device, *, partial: bool = False
+    graph: Graph,
+    modules: Mapping[str, Any],
+    parts: Mapping[str, Any],
+    device: torch.device,
+    called: Pipeline | None = None,
+    *,
+    partial: bool = False,
 ) -> Any:
-    """The graph's pipeline over ``modules`` and ``parts``, computing on ``device`` wherever its modules' parameters are.
+    """The pipeline of ``graph`` (or ``called``, a further one) over ``modules`` and ``parts``, computing on ``device`` wherever its
+    modules' parameters are.
 
     Schedulers and guiders are created again from their configs, so that no state passes between stages. Raises GraphError when the
     pipeline's class needs something that the graph does not have, unless ``partial``: encoding a prompt needs no VAE or
@@ -30,12 +37,14 @@ def assemble(
     """
     from diffusers import DiffusionPipeline
 
-    kind = resolve_class(graph.pipeline, graph.trust, graph.where, "pipeline")
+    own = called or graph.pipeline_called("")
+    kind = resolve_class(own.class_path, graph.trust, own.where, "pipeline")
+    modules, parts = own.named(modules), own.named(parts)
     if is_modular_class(kind):
-        return assemble_blocks(graph, kind, modules, parts, device)
+        return assemble_blocks(graph, own, kind, modules, parts, device)
     arguments: dict[str, Any] = {
         name: [modules[item[1:]] if str(item).startswith("$") else item for item in value] if isinstance(value, list) else value
-        for name, value in graph.pipeline_config.items()
+        for name, value in own.config.items()
     }
     missing = []
     for name, parameter in inspect.signature(kind.__init__).parameters.items():
@@ -51,7 +60,7 @@ def assemble(
                 missing.append(name)
     if missing and not partial:
         raise GraphError(
-            f"{graph.pipeline} needs {', '.join(missing)}: add them under components: or parts:", str(graph.path or "")
+            f"{own.class_path} needs {', '.join(missing)}: add them under components: or parts:", str(graph.path or "")
         )
     pipeline = kind(**arguments)
     inner = (value for value in vars(pipeline).values() if isinstance(value, DiffusionPipeline))  # such as a prior and a decoder

@@ -5,6 +5,7 @@ Knows nothing of memory: to act when a component is called, enter a `CallInterce
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,11 +21,13 @@ from graphrun.errors import GraphError, GraphrunError, StageError
 from graphrun.graph.graph import Graph, Reference, Stage
 from graphrun.graph.media import opened
 from graphrun.graph.order import read_by
+from graphrun.modules.classes import resolve_function
 from graphrun.modules.interceptor import CallInterceptor
 from graphrun.modules.trees import walk
 from graphrun.ops.block import block
 from graphrun.ops.call import call
 from graphrun.ops.diffusion import StageContext, decode, denoise, encode_prompt
+from graphrun.ops.function import call_function
 from graphrun.ops.outlines import materialized, outlined
 from graphrun.ops.pipeline import assemble
 from graphrun.ops.stage_options import apply_option
@@ -125,13 +128,19 @@ class Stages:
         absent = {name: module for name, module in self.meta_modules.items() if name not in used}
         partial = all(stage.op == "encode_prompt" for stage in graph.stages)
         arguments = {key: self._value(value) for key, value in stage.arguments.items()}
-        failing = _typed_errors(stage, graph.pipeline.rpartition(".")[2], _plain(arguments))
+        own = resolve_function(stage.op, graph.trust, stage.where) if stage.operation.own else None
+        called = graph.pipeline_called(stage.pipeline)
+        failing = _typed_errors(stage, stage.op if own else called.class_path.rpartition(".")[2], _plain(arguments), own)
         with failing, CallInterceptor(absent, device, self._refuse), torch.no_grad():
-            pipeline = assemble(graph, {**absent, **used}, self.parts, device, partial=partial)
-            option = self.options.get(stage.name)
-            with apply_option(option, pipeline, used, device) if option else nullcontext():
-                context = StageContext(stage, pipeline, device, None if self.planning else self.steps)
-                made = OPS[stage.op](context, **arguments)
+            if own is not None:
+                made = call_function(own, stage, arguments, used, self.parts, device)
+            else:
+                pipeline = assemble(graph, {**absent, **used}, self.parts, device, called, partial=partial)
+                option = self.options.get(stage.name)
+                with apply_option(option, pipeline, used, device) if option else nullcontext():
+                    pictures = not self.planning or any(stage.name == of.name for later in self.todo for of in later.references)
+                    context = StageContext(stage, pipeline, device, None if self.planning else self.steps, pictures)
+                    made = OPS[stage.op](context, **arguments)
         del arguments
         self.steps.forget(stage.name)
         if self.after_stage is not None:
@@ -178,13 +187,17 @@ def _plain(arguments: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def _typed_errors(stage: Stage, pipeline: str, inputs: str) -> Iterator[None]:
-    """Turns every error of the pipeline's own code into a StageError at the stage, with its ``inputs`` and where it was raised."""
+def _typed_errors(stage: Stage, runs: str, inputs: str, own: Callable[..., Any] | None) -> Iterator[None]:
+    """Turns every error of what the stage ``runs`` into a StageError at the stage, with its ``inputs`` and where it was raised: in
+    the file of the function ``own``, where there is one.
+    """
     try:
         yield
     except GraphrunError:
         raise
     except Exception as error:
-        last, text = traceback.extract_tb(error.__traceback__)[-1], " ".join(str(error).split())
-        what = f"{pipeline} fails: {type(error).__name__}: {text[:600]} ({Path(last.filename).name}:{last.lineno})"
+        frames, text = traceback.extract_tb(error.__traceback__), " ".join(str(error).split())
+        file = inspect.getsourcefile(own) if own is not None else None
+        last = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
+        what = f"{runs} fails: {type(error).__name__}: {text[:600]} ({Path(last.filename).name}:{last.lineno})"
         raise StageError(f"stages.{stage.name}: {what}; its inputs are {inputs or 'tensors'}", stage.where) from error

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph, Reference
-from graphrun.graph.ops import OPERATIONS
 from graphrun.graph.values import did_you_mean
 from graphrun.modules.precisions import QUANTIZED
 
@@ -80,7 +79,7 @@ def options_by_stage(graph: Graph, texts: Iterable[str]) -> dict[str, str]:
         name, _, option = text.partition("=")
         if name not in stages:
             raise InputError(f"option {text}: no such stage{did_you_mean(name, stages)}; write STAGE=OPTION")
-        known = OPERATIONS[stages[name].op].options
+        known = stages[name].operation.options
         if option not in known:
             raise InputError(f"option {text}: {stages[name].op} has {', '.join(known) or 'no options'}")
         found[name] = option

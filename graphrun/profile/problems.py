@@ -10,7 +10,6 @@ from itertools import chain, pairwise
 from typing import Any
 
 from graphrun.graph.graph import Graph, Reference
-from graphrun.graph.ops import OPERATIONS
 from graphrun.graph.order import read_by
 from graphrun.graph.settings import settings_of
 from graphrun.model.allocator import ROUND_BYTES
@@ -80,7 +79,7 @@ def problem_of(
         if [replace(of, trace=PhaseTrace()) for of in own] != [
             replace(of, trace=PhaseTrace()) for of in phases if of.stage == stage
         ]:
-            options.append(StageOption(stage, name, own, OPERATIONS[graph.stage(stage).op].options[name]))
+            options.append(StageOption(stage, name, own, graph.stage(stage).operation.options[name]))
     used = {use.component for phase in phases for use in phase.uses}
     splittable = splittable_components((*phases, *(phase for option in options for phase in option.phases)))
     problem = Problem(
@@ -128,7 +127,7 @@ def _components(graph: Graph, probed: DryRun, hardware: Hardware, limits: Limits
 
 def option_phases_of(graph: Graph, allow: Collection[str]) -> tuple[tuple[str, str], ...]:
     """(stage, option) for each stage option that ``graph`` lists and that does not change the output or is in ``allow``."""
-    listed = [(stage.name, name, OPERATIONS[stage.op].options[name]) for stage in graph.stages for name in stage.options]
+    listed = [(stage.name, name, stage.operation.options[name]) for stage in graph.stages for name in stage.options]
     return tuple((stage, name) for stage, name, needs in listed if not needs or needs in allow)
 
 

@@ -25,6 +25,7 @@ from typing import Any
 from graphrun.errors import InputError
 from graphrun.graph.media import told
 from graphrun.graph.schema import FASTEST_FPS, SLOWEST_FPS
+from graphrun.graph.values import did_you_mean
 from graphrun.report.plan_files import require_writable, write_with, writing
 
 PICTURES = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP", ".bmp": "BMP", ".tif": "TIFF", ".tiff": "TIFF"}
@@ -38,6 +39,8 @@ SUFFIXES: Mapping[str, tuple[str, ...]] = {
     "audio": SOUNDS,
 }
 FPS = 16.0  # default frame rate: that of Wan's videos
+# A field of a name's pattern, with its format: {seed}, {line:04d}. A text is cut: most file systems limit a name to 255 bytes.
+FIELD, LONGEST_TEXT = re.compile(r"\{(\w+)(?::([^{}]*))?\}"), 48
 
 
 # The output files of a run: a path for each output that is written, or one for all under the name "". Without suffix: a folder.
@@ -56,9 +59,38 @@ def made_of(graph: str, inputs: Mapping[str, Any], plan: str, version: str) -> d
     return {"graph": graph, "inputs": plain, "plan": plan, "versions": {"graphrun": version, **libraries}}
 
 
-def numbered(files: Files, number: int) -> Files:
-    """The output files of request ``number`` of a list: ``a-0007.png``."""
-    return {name: path.with_stem(f"{path.stem}-{number:04d}") for name, path in files.items()}
+def named(files: Files, number: int, inputs: Mapping[str, Any], kinds: Mapping[str, str]) -> Files:
+    """The output files of the request on line ``number`` of a list: ``a-0007.png`` for a.png, ``a/0007.png`` for the folder a, with
+    the suffix of the output's kind. Those of a pattern (``a-{line:04d}-{seed}.png``) are named by the line and plain inputs.
+
+    Raises InputError for a field that is no input, or a format that its value does not have.
+    """
+
+    def place(name: str, path: Path) -> Path:
+        if FIELD.search(path.name):
+            return path.with_name(FIELD.sub(lambda field: _filled(path, field, {"line": number, **inputs}), path.name))
+        own = {name: kinds[name]} if name else kinds
+        return path.with_stem(f"{path.stem}-{number:04d}") if path.suffix else path / f"{number:04d}{_first_suffix(own)}"
+
+    return {name: place(name, path) for name, path in files.items()}
+
+
+def _filled(path: Path, field: re.Match[str], values: Mapping[str, Any]) -> str:
+    """The text of a ``field`` of the pattern ``path``; of a text input, its letters, digits, dots and dashes."""
+    value = values.get(field[1])
+    if not isinstance(value, str | int | float):
+        raise InputError(f"-o {path}: {field[0]} is neither the line nor a plain input{did_you_mean(field[1], values)}")
+    try:
+        text = format(value, field[2] or "")
+    except ValueError as error:
+        raise InputError(f"-o {path}: {field[0]}: {error}") from None
+    return text if not isinstance(value, str) else re.sub(r"[^\w.-]+", "-", text).strip("-.")[:LONGEST_TEXT]
+
+
+def refuse_there(files: Files, kinds: Mapping[str, str]) -> None:
+    """Raises InputError where a run that writes ``files`` would overwrite something."""
+    if there := next(_already_there(files, kinds), None):
+        raise InputError(f"{there}: is there already: add --overwrite, or name another file with -o")
 
 
 def output_files(asked: Sequence[str], kinds: Mapping[str, str], default: Path, *, overwrite: bool = True) -> Files:
@@ -85,11 +117,10 @@ def output_files(asked: Sequence[str], kinds: Mapping[str, str], default: Path, 
     if not files and {"image", "video"} <= set(kinds.values()):
         files = {name: default.with_name(f"{default.name}-{name}{_suffixes(kind)[0]}") for name, kind in kinds.items()}
     elif not files:
-        first = next((suffixes[0] for kind, suffixes in SUFFIXES.items() if kind in kinds.values()), ".png")
-        files = {"": default.with_name(default.name + first)}
+        files = {"": default.with_name(default.name + _first_suffix(kinds))}
     require_writable(*files.values())
-    if not overwrite and (there := next(_already_there(files, kinds), None)):
-        raise InputError(f"{there}: is there already: add --overwrite, or name another file with -o")
+    if not overwrite:
+        refuse_there(files, kinds)
     return files
 
 
@@ -118,6 +149,11 @@ def _already_there(files: Files, kinds: Mapping[str, str]) -> Iterator[Path]:
 
 def _suffixes(kind: str) -> tuple[str, ...]:
     return SUFFIXES.get(kind, (TENSORS,))
+
+
+def _first_suffix(kinds: Mapping[str, str]) -> str:
+    """The suffix of the file for outputs of ``kinds`` (name -> kind), by the first kind of `SUFFIXES` among them."""
+    return next((suffixes[0] for kind, suffixes in SUFFIXES.items() if kind in kinds.values()), ".png")
 
 
 def _known(path: Path) -> Path:

@@ -10,7 +10,6 @@ from typing import Any
 
 from graphrun.errors import GraphrunError
 from graphrun.graph.graph import Graph
-from graphrun.graph.ops import OPERATIONS
 from graphrun.model.problem import Problem
 from graphrun.solve.repairs import Repair, predicted_seconds
 
@@ -33,7 +32,7 @@ def _options(graph: Graph, inputs: Mapping[str, Any], allow: tuple[str, ...], es
     wanted: dict[str, list[str]] = {}
     for stage in graph.stages:
         for name in stage.options:
-            if (needs := OPERATIONS[stage.op].options[name]) and needs not in allow:
+            if (needs := stage.operation.options[name]) and needs not in allow:
                 wanted.setdefault(needs, []).append(stage.name)
     for needs, stages in wanted.items():
         seconds = _seconds_or_none(lambda needs=needs: estimate(inputs, (*allow, needs)))  # type: ignore[misc]

@@ -36,6 +36,16 @@ def test_nested_values_come_back_bit_for_bit() -> None:
     assert found["picture"].tobytes() == value["picture"].tobytes()  # type: ignore[attr-defined]
 
 
+def test_the_order_of_dimensions_in_memory_comes_back() -> None:
+    """Kernels are chosen by it, and round differently."""
+    pixels = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)
+    found = unpack(pack({"half": pixels[:, :4], "whole": torch.randn(3, 1, 2), "number": torch.tensor(1.0)}))
+    assert torch.equal(found["half"], pixels[:, :4])
+    assert found["half"].is_contiguous(memory_format=torch.channels_last)
+    assert found["whole"].is_contiguous()
+    assert found["number"].shape == ()
+
+
 def test_what_has_no_form_is_named() -> None:
     with pytest.raises(InputError, match="a Generator cannot be saved"):
         pack({"rng": torch.Generator()})

@@ -32,6 +32,7 @@ CASES = [
     ("frontier", ("frontier", *SIM, "--vram", "2M:6M:4M")),
     ("frontier", ("frontier", *SIM[:-2], "--vram", "6M", "--sweep", "steps=2:3:1")),
     ("run --inputs", ("run", *SIM, "--vram", "6M", "--inputs", "requests.jsonl", "-o", "many.png")),
+    ("list", ("list",)),
     ("cache ls", ("cache", "ls")),
     ("doctor", ("doctor",)),
     ("calibrate", ("calibrate", "--device", "cpu", "--seconds", "0.1", "--name", "mine")),

@@ -41,6 +41,21 @@ PARAMETERS = {
     },
     "cogview4": {"text_encoder": 8_779_194_368, "transformer": 6_369_118_272, "vae": 406_100_643},
     "wan-14b": {"text_encoder": 5_680_910_336, "transformer": 14_288_491_584, "vae": VAE_WAN},
+    # "two experts of 14B each"; the transformers have the configuration of Wan2.1's
+    "wan22-t2v": {
+        "text_encoder": 5_680_910_336,
+        "transformer": 14_288_491_584,
+        "transformer_2": 14_288_491_584,
+        "vae": VAE_WAN,
+    },
+    "flux-kontext": {"text_encoder": CLIP_L, "text_encoder_2": T5_XXL, "transformer": 11_901_408_320, "vae": VAE_16},
+    "sd35-large": {
+        "text_encoder": CLIP_L_PROJECTED,
+        "text_encoder_2": CLIP_G,
+        "text_encoder_3": T5_XXL,
+        "transformer": 8_056_627_520,
+        "vae": VAE_16,
+    },
     "auraflow": {"text_encoder": 1_223_550_976, "transformer": 6_842_876_928, "vae": VAE_4},
     "sd3": {
         "text_encoder": CLIP_L_PROJECTED,

@@ -13,7 +13,7 @@ from PIL import Image
 
 from graphrun.errors import InputError
 from graphrun.graph import media
-from graphrun.report.outputs import numbered, output_files, save_outputs
+from graphrun.report.outputs import named, output_files, save_outputs
 
 KINDS = {"image": "image", "film": "video", "sound": "audio", "latents": "latents"}
 
@@ -120,7 +120,7 @@ def test_the_default_is_by_what_there_is(tmp_path: Path) -> None:
         assert output_files([], kinds, tmp_path / "g") == {"": tmp_path / name}
     both = output_files([], {"a": "image", "b": "video"}, tmp_path / "g")
     assert both == {"a": tmp_path / "g-a.png", "b": tmp_path / "g-b.mp4"}
-    assert numbered(both, 3) == {"a": tmp_path / "g-a-0003.png", "b": tmp_path / "g-b-0003.mp4"}
+    assert named(both, 3, {}, {"a": "image", "b": "video"}) == {"a": tmp_path / "g-a-0003.png", "b": tmp_path / "g-b-0003.mp4"}
 
 
 @pytest.mark.parametrize(
@@ -205,3 +205,37 @@ def test_what_is_there_is_not_overwritten(
             output_files(asked, kinds, Path("a"), overwrite=False)
     else:
         assert output_files(asked, kinds, Path("a"), overwrite=False)
+
+
+@pytest.mark.parametrize(
+    ("asked", "files"),
+    [
+        (["a.png"], {"": "a-0007.png"}),
+        (["a"], {"": "a/0007.png"}),
+        (["image=a", "sound=b.wav"], {"image": "a/0007.png", "sound": "b-0007.wav"}),
+        (["b/{line:04d}-{seed}.png"], {"": "b/0007-3.png"}),
+        (["b/{prompt}.png"], {"": "b/A-harbour-at-dusk-etc-x.png"}),
+        (["{scale:.1f}-{line}.png"], {"": "0.5-7.png"}),
+    ],
+)
+def test_files_of_a_list_lie_in_a_folder_or_are_named_by_a_pattern(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str], files: dict[str, str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    kinds = {"image": "image", "sound": "audio"}
+    inputs = {"seed": 3, "prompt": "../A harbour / at dusk: etc\\x", "scale": 0.5, "image": object()}
+    target = output_files(asked, kinds, Path("a"))
+    assert named(target, 7, inputs, kinds) == {name: Path(path) for name, path in files.items()}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("a-{sed}.png", r"-o a-{sed}.png: {sed} is neither the line nor a plain input; did you mean 'seed'"),
+        ("a-{image}.png", "{image} is neither the line nor a plain input"),
+        ("a-{prompt:04d}.png", "{prompt:04d}: Unknown format code 'd'"),
+    ],
+)
+def test_a_wrong_pattern_is_refused(pattern: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        named({"": Path(pattern)}, 1, {"seed": 3, "prompt": "x", "image": object()}, {"image": "image"})

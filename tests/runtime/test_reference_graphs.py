@@ -24,6 +24,8 @@ NAMES = (
     "ltx-tiny",
     "pixart-sigma-tiny",
     "hunyuan-dit-tiny",
+    "wan22-t2v-tiny",
+    "sd35-large-tiny",
 )
 
 # CogView4 and Qwen-Image pad no further than a text goes, and a plan is for the longest.
@@ -37,7 +39,7 @@ MASKED = {"qwen-image-tiny": "encode/"}
 UNEQUAL = {"qwen-image-tiny": 1024}
 
 
-@pytest.mark.parametrize("name", sampled(NAMES, ["wan-tiny", "qwen-image-tiny", "sd3-tiny", "ltx-tiny"], "reference"))
+@pytest.mark.parametrize("name", sampled(NAMES, ["wan22-t2v-tiny", "qwen-image-tiny", "sd3-tiny", "ltx-tiny"], "reference"))
 def test_the_output_is_the_plain_pipelines_in_exactly_the_planned_bytes(name: str) -> None:
     whole = TinyPipeline(name, {"steps": 2, **TEXTS.get(name, {})})
     problem = whole.smallest()

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from graphrun.errors import GraphError
+from graphrun.files import package_digest, python_digest
 from graphrun.graph.graph import Adapter, Component, Graph, Part, Reference, Stage
 from graphrun.graph.media import fingerprint, told
-from graphrun.graph.ops import MEDIA_KINDS, OPERATIONS
+from graphrun.graph.ops import MEDIA_KINDS
 from graphrun.model.solution import Solution
 from graphrun.modules.source_files import OF_COMPONENT, OF_PART, blob, find_folder
 
@@ -106,7 +107,7 @@ class Keys:
         return _digest(
             [
                 self._common,
-                [stage.op, *(stage.outputs if OPERATIONS[stage.op].open else ())],
+                [stage.op, stage.pipeline, *(stage.outputs if stage.operation.open else ())],
                 {name: argument(value) for name, value in stage.arguments.items()},
                 choices.options.get(stage.name, ""),
                 {name: component(name) for name in stage.uses},
@@ -119,10 +120,10 @@ class Keys:
         graph = self.graph
         return _digest(
             [
-                [graph.pipeline, graph.pipeline_config],
+                [graph.pipeline, graph.pipeline_config, *([name, of.content] for name, of in graph.pipelines.items())],
                 {name: _declared(component) for name, component in graph.components.items()},
                 {name: self._part(part) for name, part in graph.parts.items()},
-                [*((name, _version(name)) for name in (*LIBRARIES, *graph.trust)), list(sys.version_info[:3])],
+                [*((name, _version(name)) for name in LIBRARIES), *_code(graph).items(), list(sys.version_info[:3])],
                 code_digest(),
                 self.device,
             ]
@@ -159,23 +160,25 @@ class Keys:
 
 def cacheable(stage: Stage) -> bool:
     """Whether outputs of ``stage`` may be cached: images, videos and audio are not, since runs save them as files."""
-    operation = OPERATIONS[stage.op]
+    operation = stage.operation
     return not any(operation.output(name) in MEDIA_KINDS for name in stage.outputs)
 
 
 def code_digest() -> str:
     """SHA-256 of graphrun's own source that computes outputs (`PACKAGES`): any change there changes every key."""
-    root, total = Path(__file__).parents[2], hashlib.sha256()
-    for package in PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
-            total.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
-    return total.hexdigest()
+    root = Path(__file__).parents[2]
+    return python_digest(*(root / package for package in PACKAGES))
 
 
 def _declared(component: Component) -> dict[str, Any]:
     """All that the graph declares of a component, except its source files, its backing store and where it is declared."""
     left_out = ("source", "where", "backing_store", "precision", "loras", "ip_adapters", "gguf")
     return {each.name: getattr(component, each.name) for each in fields(component) if each.name not in left_out}
+
+
+def _code(graph: Graph) -> dict[str, str]:
+    """A digest of the code of each trusted package, whose version may not change with it."""
+    return {name: package_digest(name) for name in graph.trust}
 
 
 def _version(package: str) -> str:
@@ -201,8 +204,9 @@ def dependencies(graph: Graph, device: str) -> dict[str, str]:
 
     keys = Keys(graph, {}, device, stamp)
     found = {"device": device, "graphrun's code": code_digest()[:12], "pipeline": graph.pipeline}
-    found |= each("pipeline_config", graph.pipeline_config, repr)
+    found |= each("pipeline_config", graph.pipeline_config, repr) | each("pipelines", graph.pipelines, lambda of: repr(of.content))
     found |= {f"version of {name}": _version(name) for name in LIBRARIES}
+    found |= {f"code of {name}": digest[:12] for name, digest in _code(graph).items()}
     for stage in graph.stages:
         found[f"stages.{stage.name}.op"] = stage.op
         found |= each(f"stages.{stage.name}.with", stage.arguments)

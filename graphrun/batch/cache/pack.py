@@ -15,21 +15,24 @@ import torch
 
 from graphrun.errors import InputError
 
-VERSION = 1
+VERSION = 2
 
 
 def pack(value: Any) -> bytes:
     """``value`` as the bytes of a safetensors file.
 
     ``value`` may nest mappings with string keys, lists, tuples, tensors, numpy arrays, PIL images, dtypes, numbers, strings, None.
-    A tensor that occurs twice is written once. Raises InputError naming any other type.
+    A tensor that occurs twice is written once. The order of its dimensions in memory is kept, since kernels are chosen by it and
+    round differently. Raises InputError naming any other type.
     """
     from safetensors.torch import save
 
     tensors: dict[int, tuple[int, torch.Tensor]] = {}
     shape = _described(value, tensors)
-    named = {str(number): tensor.detach().cpu().contiguous().clone() for number, tensor in tensors.values()}
-    return bytes(save(named, metadata={"graphrun": str(VERSION), "value": json.dumps(shape)}))
+    orders = {str(number): sorted(range(tensor.ndim), key=tensor.stride, reverse=True) for number, tensor in tensors.values()}
+    named = {str(n): tensor.detach().cpu().permute(orders[str(n)]).contiguous().clone() for n, tensor in tensors.values()}
+    metadata = {"graphrun": str(VERSION), "value": json.dumps(shape), "orders": json.dumps(orders)}
+    return bytes(save(named, metadata=metadata))
 
 
 def unpack(data: bytes) -> Any:
@@ -42,7 +45,9 @@ def unpack(data: bytes) -> Any:
         header = json.loads(data[8 : 8 + length])["__metadata__"]
         if header["graphrun"] != str(VERSION):
             raise ValueError(f"version {header['graphrun']}")
-        return _made(json.loads(header["value"]), load(data))
+        orders = json.loads(header["orders"])
+        tensors = {name: of.permute([orders[name].index(dim) for dim in range(of.ndim)]) for name, of in load(data).items()}
+        return _made(json.loads(header["value"]), tensors)
     except (SafetensorError, LookupError, ValueError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
         raise InputError(f"is not a saved value: {type(error).__name__} {error}") from error
 
