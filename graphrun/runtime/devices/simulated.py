@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,12 @@ from graphrun import sim
 from graphrun.errors import GraphrunError, OutOfMemory, TransferFailed
 from graphrun.runtime.devices.device import Device, Queue, Stream
 from graphrun.units import show_size
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """A context in which what `torch.compile` compiled runs as it was written: there is no compiler for ``sim``. Without compiled
+    code in this process, nothing to do."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo.eval_frame" in sys.modules else contextlib.nullcontext()
 
 
 class SimulatedDevice(Device):
@@ -37,7 +44,7 @@ class SimulatedDevice(Device):
         """
         before, ordering = self.machine.capacity_bytes, self.machine.ordering
         capped = cap_bytes if before is None else min(before, cap_bytes)
-        with self.machine, contextlib.nullcontext() if ordering is None else ordering.watching():
+        with self.machine, _uncompiled(), contextlib.nullcontext() if ordering is None else ordering.watching():
             self.machine.capacity_bytes = capped
             try:
                 with self.machine.clock.on("compute", synchronous=True):
