@@ -2,8 +2,8 @@
 
 .venv/bin/python benchmarks/attach_calls.py [--out FILE] [NAME ...]     writes benchmarks/results/attach_calls.json
 
-The tiny pipelines of tests/attach/tiny_pipelines.yaml on the simulated accelerator, within 95 % of their weights' bytes: processor
-seconds on one thread, so that other work on the machine counts little.
+Tiny pipelines of tests/attach/tiny_pipelines.yaml (of ten families, or those named) on the simulated accelerator, within 95 % of their
+weights' bytes: processor seconds on one thread, so that other work on the machine counts little.
 
 first    of the first call, less that of a plain call: dry run, problem, plan
 second   of the second call, with another text where the pipeline takes one, over that of a plain call on the same accelerator
@@ -29,6 +29,7 @@ os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", H
 
 import torch  # noqa: E402
 from test_attach_pipelines import SHARE, weight_bytes  # noqa: E402
+from test_attach_warm import TABLE  # noqa: E402
 from tiny_pipelines import cases  # noqa: E402
 
 import graphrun  # noqa: E402
@@ -78,7 +79,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     rows: dict[str, dict[str, float]] = {}
-    for name in given.names or cases():
+    for name in given.names or TABLE:
         try:
             rows[name] = {key: round(value, 3) for key, value in measure(name).items()}
             print(f"{name:45} {rows[name]['first']:7.2f} s more   {rows[name]['second']:5.2f} x", flush=True)
