@@ -148,14 +148,18 @@ def planned(
         return replace(made, precomputed=cached(graph, values, problem.hardware, what, problem.allow), downloads=downloads)
     if to_run:
         graph.resolve(inputs)
-    hardware = hardware_for(asked.hardware, asked.device, to_run, cache)
+    from graphrun.profile.several import per_device
+
+    several = per_device(asked.vram, asked.hardware, asked.device)
+    each = [hardware_for(of.hardware, of.device, to_run, cache) for of in several]
+    hardware = each[0]
     asked = budgeted(asked, hardware)
     if downloads := sources_of(graph):
         reuse = "none"
     if not to_run:  # planning compiles nothing; without dynamo the libraries import a second faster
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     precomputed = cached(graph, inputs, hardware, reuse, asked.allow or ())
-    arguments = {**asked.estimate_arguments, "vram": asked.vram, "hardware": hardware, "cache": cache, "precomputed": precomputed}
+    arguments = {**asked.estimate_arguments, "vram": asked.vram, "hardware": each, "cache": cache, "precomputed": precomputed}
 
     def estimate(inputs: Mapping[str, Any], allow: tuple[str, ...]) -> Any:
         return api.estimate(graph, **{**arguments, "inputs": inputs, "allow": allow})
