@@ -1,6 +1,7 @@
 """The CPU as a device of the executor: resident weights are in ordinary memory, and both streams run on the host.
 
-For measuring what following a plan costs where the plain pipeline runs on the very same hardware. Counts no bytes.
+For measuring what following a plan costs where the plain pipeline runs on the very same hardware. Counts the bytes of weights and
+rings, and not those of activations.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from graphrun.errors import GraphrunError
+from graphrun.model.problem import ALLOCATION_BYTES
 from graphrun.runtime.devices.device import Device
+from graphrun.units import round_up
 
 AMPLE = 1 << 50
 
@@ -22,8 +25,19 @@ class CpuDevice(Device):
 
     name = "cpu"
     torch_device = torch.device("cpu")
-    allocated_bytes = peak_bytes = 0
+    peak_bytes = 0
     available_bytes = AMPLE
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Of live weights and rings."""
+        return self.arenas.nbytes("device")
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Ordinary memory, counted as other devices round it up."""
+        memory = super().allocate(round_up(nbytes, ALLOCATION_BYTES))
+        self.arenas.count("device", memory)
+        return memory[:nbytes]
 
     def session(self, cap_bytes: int) -> AbstractContextManager[None]:
         """Nothing to begin."""

@@ -26,6 +26,7 @@ from graphrun.diffusers_.call_arguments import signature_of
 from graphrun.errors import InputError
 from graphrun.graph.graph import Component, Graph
 from graphrun.modules.blocks import held
+from graphrun.modules.compiled import is_compiled, run_as_written
 from graphrun.modules.dtype_variants import DtypeVariant
 from graphrun.modules.interceptor import reduced_as
 from graphrun.modules.memos import DIFFUSERS_HOOKS, MODULE_ATTRIBUTES, has_value
@@ -213,6 +214,8 @@ def meta_module_of(pipe: Any, device: torch.device, components: Mapping[str, nn.
         for value in vars(owner).values():
             if not isinstance(value, nn.Module) and type(value).__module__.split(".")[0] in SHARED_LIBRARIES:
                 memo[id(value)] = value
+    compiled = [child for _, module in _modules_of(pipe) for child in module.modules() if is_compiled(child)]
+    memo |= {id(ctx): ctx for child in compiled if (ctx := vars(child).get("dynamo_ctx")) is not None}
     functions = {id(function): function for function in _functions_in(pipe, memo)}
     memo |= {key: _with_own_cells(function) for key, function in functions.items()}
     try:
@@ -221,6 +224,8 @@ def meta_module_of(pipe: Any, device: torch.device, components: Mapping[str, nn.
         raise InputError(f"{type(pipe).__name__} cannot be copied to the meta device for its dry run: {error}") from error
     for key, function in functions.items():
         _refer_to_copies(memo[key], function, memo)
+    for child in compiled:
+        run_as_written(memo[id(child)])
     for owner in pipelines_in(meta_module).values():
         owner.__class__ = subclass_on_device(own_class(owner), lambda: device)
         for bar_owner in _progress_bar_owners(owner):

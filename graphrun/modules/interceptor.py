@@ -36,6 +36,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from graphrun.errors import BrokenPlan, InputError
+from graphrun.modules.compiled import is_compiled
 from graphrun.modules.dtype_variants import AtRest, DtypeVariants
 from graphrun.modules.trees import tensors_in, walk
 
@@ -132,12 +133,12 @@ class CallInterceptor:
         return all(intercept(module) is self for module, _ in self._classes)
 
     def _register(self, name: str, path: str, module: nn.Module) -> bool:
-        """Registers ``module`` and the modules inside it. Returns whether any of them has weights; True where a module was
-        registered before, which is the cautious answer.
+        """Registers ``module`` and the modules inside it, but none that is compiled. Returns whether any of them has weights; True
+        where a module is compiled or was registered before, which is the cautious answer.
 
         Visits the modules as `nn.Module.named_modules` does, but without its nested generators, which are slower.
         """
-        if id(module) in self._paths:
+        if id(module) in self._paths or is_compiled(module):
             return True
         if not isinstance(module, torch.jit.ScriptModule):
             self._paths[id(module)] = name, path

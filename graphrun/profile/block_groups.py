@@ -24,6 +24,7 @@ from torch import nn
 
 from graphrun.model.problem import BlockGroup
 from graphrun.modules.blocks import lay_out
+from graphrun.modules.compiled import is_compiled
 from graphrun.profile.recorder import layer_paths, own_tensors
 from graphrun.profile.recording import Call
 
@@ -43,7 +44,7 @@ def block_paths(module: nn.Module, routed: Collection[str] = ()) -> list[str]:
     have another element of about equal bytes (SD3's last block lacks a part; the second half of HunyuanDiT has skip
     connections). Where the elements contain such lists themselves, and these make up most of their bytes (a UNet's attention:
     ten transformer blocks each), the elements of the inner lists are the blocks. Lists in ``routed`` are skipped (see
-    `routed_lists`).
+    `routed_lists`), and those inside compiled modules.
     """
     return [path for path, _ in _nested_blocks(module, "", routed)]
 
@@ -64,7 +65,7 @@ def _nested_blocks(module: nn.Module, prefix: str, routed: Collection[str]) -> l
     found: list[tuple[str, int]] = []
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        if path in routed:
+        if path in routed or is_compiled(child):
             continue
         if isinstance(child, nn.ModuleList) and _same_structure(child):
             found += [unit for index, element in enumerate(child) for unit in _element_blocks(element, f"{path}.{index}", routed)]
@@ -75,7 +76,7 @@ def _nested_blocks(module: nn.Module, prefix: str, routed: Collection[str]) -> l
 
 def _element_blocks(element: nn.Module, path: str, routed: Collection[str]) -> list[tuple[str, int]]:
     nbytes = _nbytes(element)
-    inner = _nested_blocks(element, f"{path}.", routed)
+    inner = [] if is_compiled(element) else _nested_blocks(element, f"{path}.", routed)
     return inner if 2 * sum(size for _, size in inner) > nbytes else [(path, nbytes)]
 
 
@@ -83,9 +84,19 @@ def _same_structure(modules: nn.ModuleList) -> bool:
     if any(element is None for element in modules):  # CogView4's VAE has a None where it omits attention
         return False
     sizes = sorted(_nbytes(element) for element in modules)
-    same = len(modules) >= 2 and len({type(element) for element in modules}) == 1 and any(True for _ in modules[0].children())
+    same = (
+        len(modules) >= 2
+        and len({_written_class(element) for element in modules}) == 1
+        and any(True for _ in modules[0].children())
+    )
     unlike = sum(sum(a <= SIZE_TOLERANCE * b and b <= SIZE_TOLERANCE * a for b in sizes) == 1 for a in sizes)
     return same and sizes[0] > 0 and unlike <= min(1, len(modules) - 2)
+
+
+def _written_class(module: nn.Module) -> str:
+    """The name of the class, equal whether or not the module is compiled. (Classes of compiled modules are not intercepted.)"""
+    kind = type(getattr(module, "_orig_mod", module))
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _nbytes(module: nn.Module) -> int:
@@ -141,13 +152,16 @@ def _loose_modules(module: nn.Module, path: str, loose: Collection[str]) -> list
 
 
 def group_layers(module: nn.Module, calls: Sequence[Call], routed: Collection[str] = ()) -> tuple[BlockGroup, ...]:
-    """The layer groups of ``module`` in the order of their first calls, the remainder first; () if no layer can be a block.
+    """The layer groups of ``module`` in the order of their first calls, the remainder first; () if no layer can be a block, or
+    where blocks are compiled.
 
     A layer can be a block if its tensors are read only during its own calls, in all of ``calls``. Layers are in one group if
     they are under the same child of the component, have equal bytes, and are called equally often in each of ``calls``. Layers of
     a child of which no call reads anything form groups that no call uses. Layers in ``routed`` lists, and other layers that were
     not called, join the remainder.
     """
+    if any(is_compiled(child) for child in module.modules()):
+        return ()
     call_counts = [Counter(span.path for span in call.spans) for call in calls]
     outside = set[str]().union(*(call.outside for call in calls))
     without = tuple(f"{path}." for path in routed)

@@ -94,7 +94,8 @@ class Prober:
     def signature(self, component: str, entry: str, args: Any, kwargs: Any, device_type: str = sim.device.type) -> Any:
         """A key that is equal for calls that one trace can serve: same component, entry point and argument shapes, under the same
         autocast for ``device_type``."""
-        return component, entry, _signature(args), _signature(kwargs), dtype_on(device_type)
+        host = "cpu" if device_type != "cpu" else ""  # a device of tests computes on the CPU itself
+        return component, entry, _signature(args, host), _signature(kwargs, host), dtype_on(device_type)
 
     def trace(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, Returned]:
         """The call as traced for its signature, and what it returns. Where hooks with a state decide what is computed (diffusers'
@@ -331,13 +332,13 @@ def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
 
 
-def _signature(value: Any) -> Any:
+def _signature(value: Any, host: str) -> Any:
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.dtype, value.device.type == "cpu"
+        return tuple(value.shape), value.dtype, value.device.type == host
     if isinstance(value, dict):
-        return tuple((key, _signature(item)) for key, item in value.items())
+        return tuple((key, _signature(item, host)) for key, item in value.items())
     if isinstance(value, (list, tuple)):
-        return tuple(_signature(item) for item in value)
+        return tuple(_signature(item, host) for item in value)
     if isinstance(value, (bool, int, str, type(None))):
         return value
-    return (type(value), *(_signature(tensor) for tensor in tensors_in(value))) if may_hold(value) else type(value)
+    return (type(value), *(_signature(tensor, host) for tensor in tensors_in(value))) if may_hold(value) else type(value)

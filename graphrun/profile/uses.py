@@ -72,7 +72,8 @@ def _compute_order(component: ComponentNumbers, call: Call, hardware: Hardware) 
     """The compute of a call in order: (group, block in the group, seconds). Group 0 is the remainder: compute outside of all
     blocks."""
     positions = _positions(component)
-    loose_paths = tuple(path for path in positions if _block_at(positions, path.rpartition(".")[0])[0])
+    around = {path: component.groups[_block_at(positions, path.rpartition(".")[0])[0]] for path in positions}
+    loose_paths = tuple(path for path, group in around.items() if group.streamable)
     positions = {path: position for path, position in positions.items() if path not in loose_paths}
     found: list[tuple[int, int, float]] = []
     for (path, _), seconds in zip(call.work, work_seconds(call, hardware), strict=True):

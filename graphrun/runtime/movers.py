@@ -5,7 +5,7 @@ Looks only at the attributes that other libraries set on modules; imports none o
     accelerate   ``_hf_hook`` on a module (enable_model_cpu_offload, cpu_offload, dispatch_model), ``hf_device_map`` on the model
     diffusers    ``_diffusers_hook``, a registry of hooks by name (group offloading, layerwise casting)
     peft         layers with ``lora_A`` around a ``base_layer``
-    torch        a compiled module: its guards hold its parameters
+    torch        a component that is compiled as a whole: hooks of its blocks would be compiled with it
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from graphrun.errors import InputError
+from graphrun.modules.compiled import is_compiled
 
 # accelerate.hooks: those that move or cast weights. A user's own hook that does neither is allowed.
 MOVING_HOOKS = frozenset({"CpuOffload", "AlignDevicesHook", "LayerwiseCastingHook"})
@@ -29,14 +30,14 @@ def refuse_movers(modules: Mapping[str, nn.Module], *, adapters: bool = False) -
     ``adapters``: unfused LoRAs are allowed, because the caller plans with their bytes.
     """
     for name, module in modules.items():
+        if is_compiled(module):
+            raise InputError(
+                f"{name} is compiled as a whole, and its blocks are moved one by one: pass in the uncompiled module "
+                "(torch.compile(m)._orig_mod is m; m.compile() is undone by m._compiled_call_impl = None), and compile its blocks: "
+                f"{name}.compile_repeated_blocks(fullgraph=True), or torch.compile of single blocks"
+            )
         for path, child in module.named_modules():
             where = f"{name}.{path}" if path else name
-            if hasattr(child, "_orig_mod") or getattr(child, "_compiled_call_impl", None) is not None:
-                raise InputError(
-                    f"{where.removesuffix('._orig_mod')} is compiled: the compiled code refers to weights, which graphrun "
-                    "moves: pass in the uncompiled module (torch.compile(m)._orig_mod is m; m.compile() is undone by "
-                    "m._compiled_call_impl = None)"
-                )
             if (hook := _accelerate_hook(child)) is not None:
                 raise InputError(
                     f"{where} carries accelerate's {hook}, which moves its weights too: call pipeline.remove_all_hooks(), or "

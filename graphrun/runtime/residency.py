@@ -23,6 +23,7 @@ from torch import nn
 from graphrun.errors import InputError
 from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers
 from graphrun.modules.blocks import BlockLayout, TensorLocation, lay_out
+from graphrun.modules.compiled import outermost_compiled
 from graphrun.modules.quantize import normalize_quantized_layers
 from graphrun.runtime.backing import Arena, BlockWriter, Disk, Marks
 from graphrun.runtime.devices.device import Device, Mark
@@ -92,6 +93,7 @@ class Residency:
         layouts = lay_out(module, order, split_layers=numbers.granularity == "layers")
         layouts = {path: layouts[path] for path in dict.fromkeys((*order, *layouts))}
         _refuse_other_module(numbers, layouts, on_cpu=self.caller_owned)
+        _refuse_inside_compiled(numbers, module)
         variant = numbers.variants[0]
         if variant.backing_store == "disk":
             if writer is None:
@@ -328,6 +330,15 @@ def _refuse_other_module(numbers: ComponentNumbers, layouts: dict[str, BlockLayo
             away = next((entry.tensor.device for entry in layout.entries if entry.tensor.device.type != "cpu"), None)
             if on_cpu and away is not None:
                 raise InputError(f"{block} is on {away}; pass it in on the CPU")
+
+
+def _refuse_inside_compiled(numbers: ComponentNumbers, module: nn.Module) -> None:
+    streamed = (path for k in numbers.groups if k.streamable for path in k.blocks)
+    if inside := next((path for path in streamed if outermost_compiled(module, path) is not module.get_submodule(path)), None):
+        raise InputError(
+            f"{numbers.name}: {inside} is moved by itself, but is a part of what is compiled: compile it alone, or pass in an "
+            "uncompiled module"
+        )
 
 
 def blocks_of(numbers: ComponentNumbers, chosen: Iterable[tuple[str, tuple[int, ...]]] | None) -> list[str]:

@@ -19,13 +19,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from graphrun.errors import BrokenPlan
 from graphrun.model.ring import Ring, RingSlot
+from graphrun.modules.compiled import Handle, hook_around, outermost_compiled
 from graphrun.runtime.devices.device import Mark
 from graphrun.runtime.events import EventRecorder
 from graphrun.runtime.residency import Residency
@@ -74,7 +73,7 @@ class Streamer:
         self._last = -1  # index in paths of the last block that ran in this call
         self._bound: str | None = None  # the block that runs now
         self._began: Mark = None  # start of its compute
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[Handle] = []
 
     def open(self) -> None:
         """Registers hooks and issues the first copies."""
@@ -119,7 +118,7 @@ class Streamer:
 
     def release(self) -> None:
         """Removes hooks, unbinds the running block and releases the ring. Call after a barrier or a failure."""
-        for hook in self._hooks:
+        for hook in reversed(self._hooks):
             hook.remove()
         self._hooks.clear()
         if self._bound is not None:
@@ -170,18 +169,16 @@ class Streamer:
     def _hook(self, path: str, before: Callable[[str], None], after: Callable[[str], None] | None = None) -> None:
         """Calls ``before`` and ``after`` with ``path`` around each run of the block, unless another dtype variant of the component
         runs."""
-        block = self._residency.module.get_submodule(path)
 
-        def around(act: Callable[[str], None]) -> Callable[..., None]:
-            def hook(*_: Any) -> None:
+        def around(act: Callable[[str], None]) -> Callable[[], None]:
+            def hook() -> None:
                 if self._residency.joined:
                     act(path)
 
             return hook
 
-        self._hooks.append(block.register_forward_pre_hook(around(before)))
-        if after is not None:
-            self._hooks.append(block.register_forward_hook(around(after)))
+        block = outermost_compiled(self._residency.module, path)
+        self._hooks += hook_around(block, around(before), None if after is None else around(after))
 
     def _before_loaded(self, path: str) -> None:
         """Compute has reached a block that the slot loads."""

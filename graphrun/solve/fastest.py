@@ -33,8 +33,8 @@ from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
 from graphrun.verify.solution import checked_solution
 
-ROUNDS = 3  # large programs: one
-DEEPER = (3, 4)  # ring depths to try where compute waits for a ring of two blocks
+ROUNDS = 3  # large programs, and of many runs: one
+DEEPER = (3, 4)  # ring depths to try where compute waits for a ring of two blocks; of many runs, the first
 TOLERANCE = 1.001  # simulated over predicted seconds above which a better plan is sought; least gain of splitting into layers
 MOST_SINGLE_K = 6  # values of K that are tried for the baseline single K, the largest that fit: smaller ones are hardly ever faster
 
@@ -133,7 +133,7 @@ def _refined(problem: Problem, chosen: StageChoice, first: Answer, baselines: bo
 
     factors = (1.0,) * len(program.intervals)
     best = last = candidate_of(choice)
-    for _ in range(1 if first.large else ROUNDS):
+    for _ in range(1 if first.large or many_runs(problem) else ROUNDS):
         if last.simulation.total_seconds <= TOLERANCE * program.seconds(last.choice, factors):
             break
         predicted = program.slot_seconds(last.choice, factors)
@@ -175,7 +175,7 @@ class _Candidate:
 
 def _deeper_rings(program: Program, choice: Choice) -> Iterator[Choice]:
     """Choices with deeper rings: ``choice`` itself where its headroom allows, and the best choice with such rings."""
-    for depth in DEEPER:
+    for depth in DEEPER[:1] if many_runs(program.problem) else DEEPER:
         if not program.excess_bytes(wider := replace(choice, depths=np.maximum(depth, choice.depths))):
             yield wider
         if (answer := choose_for([program], (), REFINE_GOALS, depth)) is not None:

@@ -125,9 +125,10 @@ def _minimise_in_order(formulations: list[Formulation], goals: Sequence[Goal]) -
                 number = min(candidates)
                 of_variants = formulations[number].chosen_in(candidates[number].values)
                 candidates, fixed = {number: candidates[number]}, formulations[number].variant_columns(of_variants)
-        elif large:  # the remaining choice is when blocks are loaded for later use
-            ((number, found),) = candidates.items()
-            fixed = (fixed or {}) | formulations[number].compute_slot_columns(found.values)
+        elif large or formulations[min(candidates)].program.part:  # what remains is when blocks are loaded for later use
+            number = min(candidates)
+            candidates = {number: candidates[number]}
+            fixed = (fixed or {}) | formulations[number].compute_slot_columns(candidates[number].values)
         limits.append((goal, best))
     number = min(candidates, default=0)
     return (number, candidates[number], bound) if candidates else None

@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from graphrun.profile.block_groups import block_paths, group_blocks, routed_lists
-from graphrun.profile.recording import Call
+from graphrun.model.problem import BlockGroup, ComponentNumbers, Variant
+from graphrun.profile.block_groups import REMAINDER, block_paths, group_blocks, routed_lists
+from graphrun.profile.hardware import simulated
+from graphrun.profile.recording import Call, Kernel
+from graphrun.profile.uses import use_of
 
 
 class Block(nn.Module):
@@ -140,3 +143,19 @@ def test_loose_modules_of_a_block_are_separate_groups() -> None:
 def test_a_block_with_loose_tensors_is_in_the_remainder() -> None:
     assert modulated({""}) == [("blocks", ("blocks.1", "blocks.2"), True)]
     assert modulated({"", ".embed.time", ".embed.label", ".linear"}) == [("blocks", ("blocks.1", "blocks.2"), True)]
+
+
+def test_blocks_inside_a_separate_child_compute_in_the_order_of_the_call() -> None:
+    """The decoder of a VAE that is encoded with, too, is a group of its own. Its blocks were taken for a part of it."""
+    groups = (
+        REMAINDER,
+        BlockGroup("decoder", ("decoder",), False),
+        BlockGroup("decoder_2", ("decoder.up.0", "decoder.up.1"), True),
+    )
+    vae = ComponentNumbers("vae", 0, groups, (Variant("float32", "pinned", "device", (512,) * 3, (1.0,) * 3, 2048),))
+    paths = ["decoder.in", "decoder.up.0.conv", "decoder.up.1.conv", "decoder.out"]
+    work = [(path, [0]) for path in paths]
+    call = Call(kernels=[Kernel("matmul", "float32", 1.0, 1)], work=work, touched={f"{path}.weight" for path in paths})
+    use = use_of(vae, [call], simulated())
+    assert use.group_calls == (0, 1, 1)
+    assert [of[:2] for of in use.order] == [(1, 0), (2, 0), (2, 1), (1, 0)]

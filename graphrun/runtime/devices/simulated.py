@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,12 @@ from graphrun import sim
 from graphrun.errors import GraphrunError, OutOfMemory, TransferFailed
 from graphrun.runtime.devices.device import Device, Queue, Stream
 from graphrun.units import show_size
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """A context in which what `torch.compile` compiled runs as it was written: there is no compiler for ``sim``. Without compiled
+    code in this process, nothing to do."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo.eval_frame" in sys.modules else contextlib.nullcontext()
 
 
 class SimulatedDevice(Device):
@@ -42,6 +49,7 @@ class SimulatedDevice(Device):
         with contextlib.ExitStack() as stack:
             if first:
                 stack.enter_context(self.machine)
+                stack.enter_context(_uncompiled())
             if first and ordering is not None:
                 stack.enter_context(ordering.watching())
             self.machine.capacity_bytes = capped

@@ -1,0 +1,100 @@
+"""What the first call of an attached pipeline takes, and the second with another text, beside the plain pipeline's call.
+
+.venv/bin/python benchmarks/attach_calls.py [--out FILE] [NAME ...]     writes benchmarks/results/attach_calls.json
+
+Tiny pipelines of tests/attach/tiny_pipelines.yaml (of ten families, or those named) on the simulated accelerator, within 95 % of
+their weights' bytes: processor seconds on one thread, so that other work on the machine counts little.
+
+first    of the first call, less that of a plain call: dry run, problem, plan
+second   of the second call, with another text where the pipeline takes one, over that of a plain call on the same accelerator
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / part) for part in ("attach", "sweep"))]
+os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+import torch  # noqa: E402
+from test_attach_pipelines import SHARE, weight_bytes  # noqa: E402
+from test_attach_warm import TABLE  # noqa: E402
+from tiny_pipelines import cases  # noqa: E402
+
+import graphrun  # noqa: E402
+from graphrun import sim  # noqa: E402
+from graphrun.runtime.devices.simulated import SimulatedDevice  # noqa: E402
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    """Processor seconds of ``work``."""
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def measure(name: str) -> dict[str, float]:
+    """One pipeline."""
+    case = cases()[name]
+    plain, pipe = case.build(), case.build()
+    other = {"prompt": "a harbour in the fog"} if "prompt" in case.arguments() else {}
+
+    def another(of: Any) -> Any:
+        torch.manual_seed(1)
+        arguments = {**case.arguments(), **other}
+        steps = {"num_inference_steps": case.steps} if case.steps else {}
+        return of(**steps, **arguments)
+
+    def put(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(sim.device)
+
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    with sim.Machine():
+        plain.to(sim.device)
+        case.call(plain, put)
+        each = min(seconds(lambda: case.call(plain, put)) for _ in range(3))
+    with graphrun.attach(pipe, vram=int(SHARE * weight_bytes(pipe)), device=SimulatedDevice(sim.Machine())):
+        first = seconds(lambda: case.call(pipe))
+        second = seconds(lambda: another(pipe))
+    return {"plain": each, "first": first - each, "second": second / each}
+
+
+def main() -> None:
+    """Measures, writes, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/attach_calls.json")
+    parser.add_argument("names", nargs="*")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    rows: dict[str, dict[str, float]] = {}
+    for name in given.names or TABLE:
+        try:
+            rows[name] = {key: round(value, 3) for key, value in measure(name).items()}
+            print(f"{name:45} {rows[name]['first']:7.2f} s more   {rows[name]['second']:5.2f} x", flush=True)
+        except Exception as error:  # noqa: BLE001  (a pipeline that does not run so is left out, and said)
+            print(f"{name:45} left out: {type(error).__name__}: {str(error)[:80]}", flush=True)
+    found = {
+        key: {"median": statistics.median(of), "most": max(of)}
+        for key in ("first", "second")
+        if (of := [row[key] for row in rows.values()])
+    }
+    for key, of in found.items():
+        print(f"{key}: median {of['median']:.2f}, most {of['most']:.2f} of {len(rows)}")
+    result = {"date": datetime.date.today().isoformat(), "torch": torch.__version__, **found, "pipelines": rows}
+    given.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
