@@ -146,7 +146,7 @@ def solution_for(problem: Problem, store: Store | None, solved: Callable[[float]
     solution = solve(problem)
     if solved is not None:
         solved(time.perf_counter() - start)
-    _store_plan(problem, solution, store)
+    keep_plan(problem, solution, store)
     return solution
 
 
@@ -157,7 +157,7 @@ def fitting_for(problem: Problem, store: Store | None) -> Solution | None:
     from graphrun.solve.pages import solved
 
     if (solution := solved(problem)) is not None:
-        _store_plan(problem, solution, store)
+        keep_plan(problem, solution, store)
     return solution
 
 
@@ -168,7 +168,8 @@ def _stored_plan(problem: Problem, store: Store | None) -> Solution | None:
     return _stored(store, "plan", _plan_key(problem), read) if store is not None else None
 
 
-def _store_plan(problem: Problem, solution: Solution, store: Store | None) -> None:
+def keep_plan(problem: Problem, solution: Solution, store: Store | None) -> None:
+    """Stores ``solution`` as the best plan for ``problem``, whose components are as they were before any was split."""
     if store is not None:
         proof = [getattr(solution, field.name) for field in fields(Solution)[3:]]
         layers = [component.name for component in solution.problem.components if component.granularity == "layers"]

@@ -25,7 +25,7 @@ from graphrun.reading import printable
 from graphrun.report import plan_files as planfile
 from graphrun.report.screen import Look
 from graphrun.report.verdicts import made_by
-from graphrun.units import show_size
+from graphrun.units import parse_size, show_size
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
@@ -63,7 +63,8 @@ class Planned:
 
     ``source`` is the graph's file, ``saved`` that of a plan that was read. ``solution`` is None until the graph is planned.
     ``solve_seconds`` is None where the plan was found in the cache, or read from a file without it. ``precomputed``: cached stage
-    outputs by name, whose stages are not planned. ``downloads``: what a run of it takes from the hub and is not here.
+    outputs by name, whose stages are not planned. ``downloads``: what a run of it takes from the hub and is not here. ``problem``:
+    what was solved, None where a saved plan was read.
     """
 
     graph: Graph
@@ -73,6 +74,7 @@ class Planned:
     saved: Path | None = None
     precomputed: dict[str, Any] = field(default_factory=dict)
     downloads: list[Download] = field(default_factory=list)
+    problem: Any = None
 
 
 def named(path: Path, asked: Asked, *, to_run: bool = False) -> Planned:
@@ -159,7 +161,7 @@ def planned(
                 error.repairs = tuple(sorted(found, key=lambda repair: (repair.changes_output, repair.seconds)))
             raise
     took = seconds[0] if seconds else None
-    return replace(made, solution=solution, solve_seconds=took, precomputed=precomputed, downloads=downloads)
+    return replace(made, solution=solution, solve_seconds=took, precomputed=precomputed, downloads=downloads, problem=problem)
 
 
 def echo(text: str, *, nl: bool = True, err: bool = False) -> None:
@@ -168,22 +170,29 @@ def echo(text: str, *, nl: bool = True, err: bool = False) -> None:
 
 
 def budgeted(asked: Asked, hardware: Any) -> Asked:
-    """``asked`` with a VRAM budget: without ``--vram`` what the card here has free, else all of the one that is planned for.
+    """``asked`` with a VRAM budget: without ``--vram``, or with ``--vram auto``, what the card here has free less a margin, else all
+    of the one that is planned for. Warns of a budget that is more than that.
 
     Raises InputError for the simulated device, which has no memory of its own.
     """
     from graphrun.profile import hardware as devices
 
-    if asked.vram is not None:
+    if asked.vram not in (None, "auto") and (asked.hardware is not None or hardware.device == "sim"):
         return asked
     if hardware.device == "sim":
         raise InputError("the simulated device has no memory of its own: add --vram, such as --vram 8G")
     free_bytes = devices.free_bytes() if asked.hardware is None else None
-    which = "has free" if free_bytes is not None else "has"
+    nbytes = hardware.capacity_bytes if free_bytes is None else devices.budget_of(free_bytes)
+    has = f"{show_size(nbytes)}, what the {hardware.name} has"
+    if free_bytes is not None:
+        has += f" free ({show_size(free_bytes)}) less a twentieth for other programs"
+    if asked.vram not in (None, "auto"):
+        if free_bytes is not None and parse_size(asked.vram, whole_bytes=hardware.capacity_bytes, name="vram") > nbytes:
+            say(f"--vram {asked.vram} is more than {has}: where that runs out, what is left is planned again; --vram auto is safe")
+        return asked
     if free_bytes is None and asked.hardware is None:
         say(f"no CUDA device here: this is for an {hardware.name}; --hardware names another card")
-    nbytes = free_bytes or hardware.capacity_bytes
-    say(f"no --vram: all that the {hardware.name} {which}, {show_size(nbytes)}")
+    say(f"--vram auto: {has}")
     return replace(asked, vram=str(nbytes))
 
 

@@ -52,7 +52,8 @@ class Asked:
     vram: Annotated[
         str | None,
         typer.Option(
-            help="VRAM budget, as nvidia-smi would show it: 8G, 7.5GiB, 50%; default: what the card has free.", show_default=False
+            help="VRAM budget, as nvidia-smi would show it: 8G, 7.5GiB, 50%; auto, the default: what the card has free, less 5 %.",
+            show_default=False,
         ),
     ] = None
     ram: Annotated[str, typer.Option(help="Host RAM budget; auto: what this machine, or its cgroup, has left.")] = "auto"

@@ -15,6 +15,7 @@ from graphrun.cli.common import (
     GraphFile,
     OnlyGraph,
     app,
+    budgeted,
     cache_folder,
     checked_reuse,
     echo,
@@ -78,18 +79,26 @@ def explain(
     """Show every slot of a plan: actions, bytes, seconds. With COMPONENT: why it is placed as it is, and what others would cost."""
     from graphrun.report.screen import explain_screen
     from graphrun.report.summary import summarize
-    from graphrun.report.whatif_screens import alternatives_json, alternatives_screen
+    from graphrun.report.whatif_screens import alternatives_json, alternatives_screen, faster_than
 
     made = planned(named(graph, asked), asked, "none")
     solution = made.solution
     if component is None:
         show(summarize(solution, made.solve_seconds), as_json, explain_screen(solution))
         return
+    from graphrun.files import Store
     from graphrun.solve.alternatives import alternatives
+    from graphrun.store import keep_plan
 
-    with native_stdout_to_stderr():
-        found = alternatives(solution, component)
-    show(alternatives_json(solution, component, found), as_json, alternatives_screen(solution, component, found))
+    with native_stdout_to_stderr(), alive(f"other placements of {component}"):
+        best, found = alternatives(solution, component)
+    screen = alternatives_screen(best, component, found)
+    if best is not solution:
+        cache = cache_folder(asked.no_cache) if made.problem is not None else None
+        if cache is not None:
+            keep_plan(made.problem, best, Store(cache))
+        screen += f"\n{faster_than(solution, cache is not None)}"
+    show(alternatives_json(best, component, found), as_json, screen)
 
 
 @app.command()
@@ -167,7 +176,8 @@ def frontier(
     for _, own in swept:
         loaded.for_planning(own)  # refuse bad values before minutes of planning: each needs a dry run of its own
     hardware = hardware_for(asked.hardware, asked.device, False, cache)
-    budgets = sizes_between(asked.vram, whole_bytes=hardware.capacity_bytes if hardware.device != "sim" else None)
+    asked = budgeted(asked, hardware) if asked.vram == "auto" else asked
+    budgets = sizes_between(asked.vram or "", whole_bytes=hardware.capacity_bytes if hardware.device != "sim" else None)
     rows, problems = [], []
     for value, own in swept:
         arguments = {**asked.estimate_arguments, "hardware": hardware, "cache": cache}

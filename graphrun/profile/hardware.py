@@ -256,6 +256,11 @@ def found() -> Hardware | None:
     )
 
 
+def budget_of(free_bytes: int) -> int:
+    """The VRAM budget where none is given: what the card has free, less a twentieth for what other programs take later."""
+    return int(0.95 * free_bytes)
+
+
 def free_bytes() -> int | None:
     """Bytes that this machine's CUDA device has free, down to whole 256 MiB, so that the next plan is for as many; None without a
     device."""

@@ -140,6 +140,13 @@ def infeasible_json(error: Infeasible) -> dict[str, Any]:
 def alternatives_screen(solution: Solution, component: str, found: Sequence[Alternative]) -> str:
     """The screen: a row per placement, each solved for, and the reasons why others are impossible."""
     problem, planned = solution.problem, found[0]
+    demanded = problem.demanded(component)
+
+    def against(option: Alternative) -> str:
+        """The directives that an alternative does without."""
+        dropped = sorted(demanded - {option.placement}) if option.placement else []
+        return f"without the directive {', '.join(dropped)}" if dropped else ""
+
     weights = solution.chosen.component(component).weight_bytes()
     units = Units(max(planned.peak_bytes, weights))
     rows, notes = [[component, "predicted", "vs plan", f"moved {units.size}", "peak", ""]], []
@@ -151,7 +158,7 @@ def alternatives_screen(solution: Solution, component: str, found: Sequence[Alte
         mark = f"needs --allow {option.permission}" if option.permission else ""
         if option.fits:
             difference = "" if option is planned else f"{option.seconds - planned.seconds:+.3f} s"
-            mark = "the same plan" if option.same and option is not planned else mark
+            mark = "the same plan" if option.same and option is not planned else mark or against(option)
             rows.append(units.row(title, show_seconds(option.seconds), difference, option.moved_bytes, option.peak_bytes, mark))
         else:
             rows.append([title, "impossible" if option.refusal else "does not fit", "", "", "", mark])
@@ -161,6 +168,12 @@ def alternatives_screen(solution: Solution, component: str, found: Sequence[Alte
     head += f" {show_size(problem.effective_bytes)} for tensors"
     foot = " every row is a separate plan, solved and simulated; the placement of the other components may differ in it"
     return "\n".join((head, "", table(rows, left=(0, 5)), foot, *notes))
+
+
+def faster_than(solution: Solution, kept: bool) -> str:
+    """A line for a plan that takes the place of ``solution``; ``kept``: in the cache too."""
+    seconds = show_seconds(solution.simulation.total_seconds)
+    return f" as planned: found among these rows, faster than the {seconds} before{'; graphrun plan has it from now on' * kept}"
 
 
 def _why(of: Alternative) -> str:
