@@ -2,10 +2,10 @@
 
     .venv/bin/python benchmarks/regret.py [GRAPH ...] [--draws N] [--minutes N]     writes benchmarks/results/regret.json
 
-Each reference graph x VRAM, on an RTX 4090 with 32 GiB of RAM, planned with its times, and again in each of the draws, in which every
-class of kernel and of copy, the launches and the disk are 30 % too slow or 30 % too fast, at random. Each plan is then simulated with
-the right times: what it takes above the best of them is its regret. Graphs of earlier runs are kept; ``--minutes``: begins no
-further graph after so many.
+Each reference graph x VRAM, on an RTX 4090 with 32 GiB of RAM, planned with its times, and again in each of the draws, in which
+every class of kernel and of copy, the launches and the disk are 30 % too slow or 30 % too fast, at random. Each plan is then
+simulated with the right times: what it takes above the best of them is its regret. Graphs of earlier runs are kept; ``--minutes``:
+begins no further graph after so many.
 """
 
 from __future__ import annotations

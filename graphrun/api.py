@@ -441,8 +441,8 @@ def _vram_bytes(vram: str | int, hardware: Hardware) -> int:
 
 
 def _free_bytes(device: Device, hardware: Hardware) -> int:
-    """The default budget (`graphrun.profile.hardware.budget_of`), of the smaller of the device's memory and what it has free, context
-    and workspace included. Raises InputError for a simulated device without a limit."""
+    """The default budget (`graphrun.profile.hardware.budget_of`), of the smaller of the device's memory and what it has free,
+    context and workspace included. Raises InputError for a simulated device without a limit."""
     from graphrun.profile.hardware import budget_of
 
     available_bytes = device.available_bytes + hardware.context_bytes + hardware.workspace_bytes

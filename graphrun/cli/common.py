@@ -64,7 +64,7 @@ class Planned:
     ``source`` is the graph's file, ``saved`` that of a plan that was read. ``solution`` is None until the graph is planned.
     ``solve_seconds`` is None where the plan was found in the cache, or read from a file without it. ``precomputed``: cached stage
     outputs by name, whose stages are not planned. ``downloads``: what a run of it takes from the hub and is not here. ``problem``:
-    what was solved, None where a saved plan was read.
+    what was solved, None where a saved plan was read. ``advice``: `Repair`s that would make a slow plan faster.
     """
 
     graph: Graph
@@ -75,6 +75,7 @@ class Planned:
     precomputed: dict[str, Any] = field(default_factory=dict)
     downloads: list[Download] = field(default_factory=list)
     problem: Any = None
+    advice: tuple[Any, ...] = ()
 
 
 def named(path: Path, asked: Asked, *, to_run: bool = False) -> Planned:
@@ -99,13 +100,21 @@ def _allowing(problem: Problem) -> str:
 
 
 def planned(
-    made: Planned, asked: Asked, reuse: str, *, to_run: bool = False, random_weights: bool = False, told: Told = None
+    made: Planned,
+    asked: Asked,
+    reuse: str,
+    *,
+    to_run: bool = False,
+    random_weights: bool = False,
+    told: Told = None,
+    advise: bool = False,
 ) -> Planned:
     """Plans the graph of ``made``, unless it has a plan. Bad input is refused first, since planning takes seconds.
 
     ``to_run``: the plan is about to be run, so inputs, device and sources are checked too; ``told`` gets a line for each
     repository that something is to be downloaded from. ``reuse``: which cached stage outputs take the place of their stages
-    (``encoded``, ``all``, ``none``); none where weights are missing, since outputs are cached by their content.
+    (``encoded``, ``all``, ``none``); none where weights are missing, since outputs are cached by their content. ``advise``: whether
+    to look for what would make a slow plan faster.
     """
     graph, inputs, cache = made.graph, asked.inputs, cache_folder(asked.no_cache)
 
@@ -160,8 +169,17 @@ def planned(
                 found = (*error.repairs, *remedies(graph, inputs, arguments["allow"], estimate))
                 error.repairs = tuple(sorted(found, key=lambda repair: (repair.changes_output, repair.seconds)))
             raise
-    took = seconds[0] if seconds else None
-    return replace(made, solution=solution, solve_seconds=took, precomputed=precomputed, downloads=downloads, problem=problem)
+    made = replace(made, solution=solution, solve_seconds=seconds[0] if seconds else None, problem=problem)
+    if advise and solution.slow:
+        from graphrun.files import Store
+        from graphrun.solve.remedies import options_of
+        from graphrun.store import advice_for
+
+        store = Store(cache) if cache is not None else None
+        with native_stdout_to_stderr(), alive(f"what would make {graph.name} faster"):
+            found = advice_for(problem, solution, lambda: options_of(graph, inputs, problem.allow, estimate), store)
+        made = replace(made, advice=found)
+    return replace(made, precomputed=precomputed, downloads=downloads)
 
 
 def echo(text: str, *, nl: bool = True, err: bool = False) -> None:
@@ -170,8 +188,8 @@ def echo(text: str, *, nl: bool = True, err: bool = False) -> None:
 
 
 def budgeted(asked: Asked, hardware: Any) -> Asked:
-    """``asked`` with a VRAM budget: without ``--vram``, or with ``--vram auto``, what the card here has free less a margin, else all
-    of the one that is planned for. Warns of a budget that is more than that.
+    """``asked`` with a VRAM budget: without ``--vram``, or with ``--vram auto``, what the card here has free less a margin, else
+    all of the one that is planned for. Warns of a budget that is more than that.
 
     Raises InputError for the simulated device, which has no memory of its own.
     """

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -31,14 +30,11 @@ from graphrun.cli.options import Asked, Reuse, Verbose, shared
 from graphrun.cli.teams import FailOver, FailPeak, Limits
 from graphrun.cli.terminal import alive, width
 from graphrun.errors import InputError, PlanError
+from graphrun.files import Store
 from graphrun.reading import read_json
 from graphrun.report import plan_files as planfile
 from graphrun.report.screen import Look
 from graphrun.units import parse_size, typed_size
-
-if TYPE_CHECKING:
-    from graphrun.model.problem import Problem
-    from graphrun.model.solution import Solution
 
 
 @app.command()
@@ -56,13 +52,18 @@ def plan(
     """Plan a graph within a VRAM and a RAM budget, and show the plan. Needs no weights and no GPU."""
     from graphrun.report.screen import plan_screen
     from graphrun.report.summary import summarize
+    from graphrun.report.whatif_screens import advice_screen, repairs_json
 
     limits = Limits(fail_over, fail_peak)
-    made = planned(named(graph, asked), asked, checked_reuse(reuse))
+    made = planned(named(graph, asked), asked, checked_reuse(reuse), advise=True)
     summary = summarize(made.solution, made.solve_seconds)
     if out is not None:
         planfile.save(out, made.source, made.solution, summary)
-    show(summary, as_json, plan_screen(made.solution, made.solve_seconds, look(made, asked, verbose, out)))
+    shown = look(made, asked, verbose, out)
+    screen = plan_screen(made.solution, made.solve_seconds, shown)
+    if helps := advice_screen(made.solution, made.advice, shown):
+        screen += f"\n\n{helps}"
+    show({**summary, "advice": repairs_json(made.advice)}, as_json, screen)
     limits.hold(made.solution)
 
 
@@ -86,7 +87,6 @@ def explain(
     if component is None:
         show(summarize(solution, made.solve_seconds), as_json, explain_screen(solution))
         return
-    from graphrun.files import Store
     from graphrun.solve.alternatives import alternatives
     from graphrun.store import keep_plan
 
@@ -94,10 +94,9 @@ def explain(
         best, found = alternatives(solution, component)
     screen = alternatives_screen(best, component, found)
     if best is not solution:
-        cache = cache_folder(asked.no_cache) if made.problem is not None else None
-        if cache is not None:
-            keep_plan(made.problem, best, Store(cache))
-        screen += f"\n{faster_than(solution, cache is not None)}"
+        store = _store(cache_folder(asked.no_cache)) if made.problem is not None else None
+        keep_plan(made.problem, best, store)
+        screen += f"\n{faster_than(solution, store is not None)}"
     show(alternatives_json(best, component, found), as_json, screen)
 
 
@@ -162,8 +161,8 @@ def frontier(
     input that fits each budget."""
     from graphrun.report.svg import rasterized
     from graphrun.report.whatif_screens import fastest, frontier_json, frontier_screen, frontier_svg
-    from graphrun.solve.frontier import frontier as solve_all
     from graphrun.solve.frontier import sizes_between, values_between
+    from graphrun.store import frontier_for
 
     if plot is not None and plot.suffix not in (".svg", ".png"):
         raise InputError(f"--plot {plot}: ends in .svg or .png")
@@ -184,7 +183,7 @@ def frontier(
         what = f"{name}={value}" if name else f"plans for {len(budgets)} budgets"
         with native_stdout_to_stderr(), alive(what):
             problems.append(api.estimate(loaded, vram=budgets[0], inputs=own, **arguments))
-            rows.append((value, solve_all(problems[-1], budgets, _planner(cache))))
+            rows.append((value, frontier_for(problems[-1], budgets, _store(cache))))
     if plot is not None:
         drawn = frontier_svg(problems[0], rows, name)
         if plot.suffix == ".svg":
@@ -207,7 +206,7 @@ def report(
     """Write a self-contained HTML page about a run: timeline, plan, planned and measured numbers, time against budget."""
     from graphrun.report.page import made_in, measured_in, report_page
     from graphrun.solve.frontier import budgets_around
-    from graphrun.solve.frontier import frontier as solve_all
+    from graphrun.store import frontier_for
 
     data = read_json(trace, PlanError)
     traced = isinstance(data, dict) and "events" in data
@@ -219,7 +218,7 @@ def report(
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise PlanError(f"is a damaged trace: {type(error).__name__} {error}", str(trace)) from error
     with native_stdout_to_stderr(), alive("plans for other budgets"):
-        points = solve_all(solution.problem, budgets_around(solution.problem), _planner(cache_folder(False)))
+        points = frontier_for(solution.problem, budgets_around(solution.problem), _store(cache_folder(False)))
     planfile.write_text(out, report_page(solution, measured, points, made))
     echo(f"wrote {out}")
 
@@ -232,10 +231,5 @@ def schema() -> None:
     echo(schema_text(), nl=False)
 
 
-def _planner(cache: Path | None) -> Callable[[Problem], Solution | None]:
-    """A function that returns the best plan for a problem, or None, and caches it in ``cache``."""
-    from graphrun.files import Store
-    from graphrun.store import fitting_for
-
-    store = Store(cache) if cache is not None else None
-    return lambda problem: fitting_for(problem, store)
+def _store(cache: Path | None) -> Store | None:
+    return Store(cache) if cache is not None else None

@@ -14,6 +14,7 @@ from typing import Any
 
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
+from graphrun.report.precisions import measured
 from graphrun.report.screen import Look, listed, proof, streams_of, subject, terms
 from graphrun.report.summary import directives, figures
 from graphrun.report.svg import element, picture, round_ticks, tick_seconds
@@ -54,14 +55,32 @@ def infeasible_screen(error: Infeasible, look: Look | None = None) -> str:
         rows = [units.row(*row) for row in (*error.host_bytes, ("at one time", error.smallest_ram_bytes))]
         lines += [table([["minimum in RAM", units.size], *rows], left=(0,)), ""]
     lines += [f"{_smallest_title(error.problem)}: {_smallest(error)}", "what helps, by predicted time, changes of the output last:"]
-    rows = [
-        [options, show_seconds(repair.seconds), "changes the output" * repair.changes_output]
-        for repair in error.repairs
-        if (options := typed(repair, error.capacity_bytes))
-    ]
-    others = [repair for repair in error.repairs if repair.change and not typed(repair, error.capacity_bytes)]
-    lines += [table(rows, left=(0, 2))] if rows else []
-    return "\n".join([*lines, *(look.folded(f" {repair.text}: {show_seconds(repair.seconds)}") for repair in others)])
+    return "\n".join([*lines, *_helping(error.repairs, error.capacity_bytes, look)])
+
+
+def advice_screen(solution: Solution, found: Sequence[Repair], look: Look) -> str:
+    """What would make a slow plan faster; empty where nothing does."""
+    if not found:
+        return ""
+    title = "this mostly waits; what would help, seconds of a run, changes of the output last:"
+    return "\n".join([title, *_helping(found, solution.problem.hardware.capacity_bytes, look, texts=True)])
+
+
+def _helping(repairs: Sequence[Repair], capacity_bytes: int, look: Look, texts: bool = False) -> Iterator[str]:
+    """A table of what can be typed, then the others. ``texts``: what each is in words."""
+
+    def words(repair: Repair) -> str:
+        files = ", from files that hold it so" * (("--source", "FOLDER") in repair.change)
+        return f"changes the output{files}" if repair.changes_output else repair.text * texts
+
+    options = {repair: typed(repair, capacity_bytes) for repair in repairs}
+    if rows := [[of, show_seconds(repair.seconds), words(repair)] for repair, of in options.items() if of]:
+        yield table(rows, left=(0, 2))
+    for repair, of in options.items():
+        if repair.change and not of:
+            yield look.folded(f" {repair.text}: {show_seconds(repair.seconds)}")
+    allowed = [value for repair in repairs for option, value in repair.change if option == "--allow"]
+    yield from map(look.folded, measured(allowed))
 
 
 SIZES = ("--vram", "--ram", "--pinned", "--disk")  # options that are sizes of which more is enough too
@@ -125,16 +144,21 @@ def infeasible_json(error: Infeasible) -> dict[str, Any]:
             for need in error.needs
         ],
         "smallest": {tier.name: tier.least_bytes for tier in error.tiers},
-        "repairs": [
-            {
-                "text": repair.text,
-                "change": [" ".join(pair).strip() for pair in repair.change],
-                "predicted_seconds": repair.seconds,
-                "changes_output": repair.changes_output,
-            }
-            for repair in error.repairs
-        ],
+        "repairs": repairs_json(error.repairs),
     }
+
+
+def repairs_json(repairs: Sequence[Repair]) -> list[dict[str, Any]]:
+    """Repairs, or advice, as data."""
+    return [
+        {
+            "text": repair.text,
+            "change": [" ".join(pair).strip() for pair in repair.change],
+            "predicted_seconds": repair.seconds,
+            "changes_output": repair.changes_output,
+        }
+        for repair in repairs
+    ]
 
 
 def alternatives_screen(solution: Solution, component: str, found: Sequence[Alternative]) -> str:
@@ -167,7 +191,8 @@ def alternatives_screen(solution: Solution, component: str, found: Sequence[Alte
     head = f"{component} in {problem.graph}: {show_size(weights)} of weights, {streamed};"
     head += f" {show_size(problem.effective_bytes)} for tensors"
     foot = " every row is a separate plan, solved and simulated; the placement of the other components may differ in it"
-    return "\n".join((head, "", table(rows, left=(0, 5)), foot, *notes))
+    pictures = map(Look().folded, measured(option.permission for option in found))
+    return "\n".join((head, "", table(rows, left=(0, 5)), foot, *notes, *pictures))
 
 
 def faster_than(solution: Solution, kept: bool) -> str:
