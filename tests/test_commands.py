@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
@@ -220,3 +222,24 @@ def test_a_budget_above_what_the_card_has_free_less_its_margin_is_warned_of(grap
     assert "is more than" not in err, "that is not the card here"
     err = graphrun("plan", TINY, "--vram", "auto", "--device", "sim")[2]
     assert "has no memory of its own" in err
+
+
+LOST = """
+import sys, time
+from graphrun.cli import common, main
+class Held:
+    def __del__(self):
+        raise KeyboardInterrupt
+@common.app.command()
+def hang() -> None:
+    Held()
+    while True:
+        time.sleep(0.01)
+sys.argv = ["graphrun", "hang"]
+main.main()
+"""
+
+
+def test_an_interrupt_inside_a_finalizer_is_not_lost() -> None:
+    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "graphrun: interrupted\n")
