@@ -43,7 +43,8 @@ def fastest(problem: Problem, *, layers: bool = True) -> Solution | None:
     """The fastest plan within the budgets, where memory is counted in bytes of tensors; None where nothing fits.
 
     Among equally fast plans the one that moves fewest bytes, then the one with the lowest peak. The solution's problem is
-    ``problem`` with components split into layers as needed, and where that is faster (``layers``). Deterministic: equal problems give plans that are equal byte for byte.
+    ``problem`` with components split into layers as needed, and where that is faster (``layers``). Deterministic: equal problems
+    give plans that are equal byte for byte.
     """
     tried = (_solve_as_split(each) for each in ever_finer(problem))
     found = next((solution for solution in tried if solution is not None), None)
