@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +21,7 @@ class Budget:
     when a pipeline is attached, less a twentieth.
     """
 
-    vram: str | int | None = None
+    vram: str | int | Sequence[str | int] | None = None
     ram: str | int = "auto"
     pinned: str | int | None = None
     disk: str | int | None = None
@@ -57,13 +57,13 @@ def load(path: str | Path, *, trust: Iterable[str] = (), source: str | None = No
 def estimate(
     graph: Graph | LivePipeline,
     *,
-    vram: str | int,
+    vram: str | int | Sequence[str | int],
     ram: str | int = "auto",
     pinned: str | int | None = None,
     disk: str | int | None = None,
     runs: int = 1,
     allow: Iterable[str] = (),
-    hardware: str | Hardware | None = None,
+    hardware: str | Hardware | Sequence[str | Hardware] | None = None,
     inputs: Mapping[str, Any] | None = None,
     keep: Iterable[str] = (),
     exclude: Iterable[str] = (),
@@ -76,13 +76,14 @@ def estimate(
     """The planning problem of running ``graph`` within its budgets, from a dry run: needs no weights and no GPU.
 
     ``vram``, ``ram``  sizes such as ``"8G"``, or bytes; ``vram="50%"`` is a share of the device; ``ram="auto"`` is what the
-                       machine (or its cgroup) has left, plus what modules passed in take
+                       machine (or its cgroup) has left, plus what modules passed in take. With several devices,
+                       ``vram="24G,12G"`` or a list: the first computes and streams, on the others whole components may compute
     ``pinned``         limit of page-locked RAM; ``disk``: limit of bytes written to disk
     ``runs``           above 1: a session, a cold first run and ``runs - 1`` warm ones
     ``allow``          what may change outputs: ``precision`` (all that the graph lists) or one of them, ``cpu``, ``tiling``,
                        ``split``
     ``hardware``       a name from `graphrun.profile.hardware.priors`, or of a profile that ``graphrun calibrate`` saved in
-                       ``cache``; None: the CUDA device found, else rtx4090
+                       ``cache``; None: the CUDA device found, else rtx4090. With several devices one for each, or one for all
     ``inputs``         inputs of the graph; of a pipeline (`from_pipeline`) the arguments of a call
     ``keep``           components that stay on the device from their first use to the end
     ``exclude``        components that are always streamed, with no block kept on the device
@@ -97,18 +98,19 @@ def estimate(
     """
     from graphrun.graph.graph import Directives
     from graphrun.graph.graph import Graph as Declared
+    from graphrun.model.problem import Helper
     from graphrun.profile.host_ram import ram_budget
     from graphrun.profile.problems import Limits
 
-    hardware = _hardware(hardware, cache)
-    budget_bytes = _vram_bytes(vram, hardware)
+    (hardware, budget_bytes), *others = _devices(vram, hardware, cache)
+    helpers = tuple(Helper(of, nbytes) for of, nbytes in others)
     ram_bytes = ram_budget(ram, () if isinstance(graph, Declared) else graph.modules.values())
     reserve_bytes = _size(reserve, "reserve")
     if not isinstance(graph, Declared):
         if until is not None:
             raise InputError("until names a stage of a graph; a pipeline's call has none: leave it out")
         demands = Directives(tuple(keep), tuple(exclude), reserve_bytes or 0)
-        return graph.problem(inputs or {}, hardware, Limits(budget_bytes, ram_bytes), demands)
+        return graph.problem(inputs or {}, hardware, Limits(budget_bytes, ram_bytes, helpers=helpers), demands)
     graph = graph.until(until).directed(keep, exclude, reserve_bytes, pin)
     values = graph.for_planning(inputs or {})
 
@@ -118,7 +120,7 @@ def estimate(
     if runs < 1:
         raise InputError(f"runs {runs}: a session has at least one run")
     host = _size(pinned, "pinned", ram_bytes), _size(disk, "disk")
-    limits = Limits(budget_bytes, ram_bytes, *host, runs, graph.allowed(allow))
+    limits = Limits(budget_bytes, ram_bytes, *host, runs, graph.allowed(allow), helpers)
     problem = replace(problem_for(graph, values, hardware, limits, _store(cache)), until=until or "")
     if not (stages := tuple(dict.fromkeys(name.partition(".")[0] for name in precomputed))):
         return problem
@@ -277,14 +279,14 @@ def attach(
     *,
     components: Mapping[str, Any] | None = None,
     entries: Iterable[str] = (),
-    vram: str | int | None = None,
+    vram: str | int | Sequence[str | int] | None = None,
     ram: str | int = "auto",
     pinned: str | int | None = None,
     disk: str | int | None = None,
     budget: Budget | None = None,
     allow: Iterable[str] = (),
-    hardware: str | Hardware | None = None,
-    device: str | Device | None = None,
+    hardware: str | Hardware | Sequence[str | Hardware] | None = None,
+    device: str | Sequence[str] | Device | None = None,
     keep: Iterable[str] = (),
     exclude: Iterable[str] = (),
     pin: Iterable[str] = (),
@@ -306,9 +308,9 @@ def attach(
                        ``empty``: nothing stays. `Attachment.release` empties the device on demand, and so does an error
     ``budget``         in place of ``vram``, ``ram``, ``pinned`` and ``disk``: pipelines attached with one `Budget` share it. The
                        one that is called has all of it; of the others, those called longest ago give way first
-    ``vram``           None or ``auto``: what the device has free now, less a twentieth
+    ``vram``           None or ``auto``: what the device has free now, less 5 %; ``["24G", "12G"]`` of several
     ``allow``          ``cpu``: components may compute there, which changes outputs
-    ``device``         ``cuda``, ``sim`` or a `graphrun.runtime.devices.device.Device`
+    ``device``         ``cuda``, ``sim``, ``["cuda:0", "cuda:1"]``, or a `graphrun.runtime.devices.device.Device`
     ``cache``          a folder of dry runs and plans: a call of a kind that was planned there before is not planned again
     ``tell``           called with one line where a call is planned, which takes seconds; the line is logged too (``logging``, INFO)
 
@@ -319,8 +321,11 @@ def attach(
     from graphrun.diffusers_.live import components_of
     from graphrun.diffusers_.proxy import refuse_placed, refuse_unnamed
     from graphrun.graph.graph import Directives
+    from graphrun.model.problem import Helper
     from graphrun.profile.host_ram import ram_budget
     from graphrun.profile.problems import Limits
+    from graphrun.profile.several import per_device
+    from graphrun.runtime.devices.device import Device as Opened
     from graphrun.runtime.devices.open import open_hardware
     from graphrun.store import CallStore
 
@@ -333,15 +338,26 @@ def attach(
     if between_calls not in ("warm", "empty"):
         raise InputError(f"between_calls {between_calls!r}: it is warm or empty")
     budget = budget or own
-    chosen = hardware_of(device, hardware)
-    opened = open_hardware(chosen) if device is None or isinstance(device, str) else device
-    vram_bytes = _free_bytes(opened, chosen) if budget.vram in (None, "auto") else _vram_bytes(budget.vram, chosen)
+    given = device if isinstance(device, Opened) else None
+    several = per_device(budget.vram, hardware, None if given is not None else device)
+    cards = [hardware_of(given or of.device, of.hardware) for of in several]
+    _require_one_kind(cards)
+    if given is None:
+        first = open_hardware(cards[0])
+        opened = first.with_helpers([open_hardware(of, number, first) for number, of in enumerate(cards[1:], 1)])
+    elif len(given.every) != len(cards):
+        raise InputError(f"vram has budgets of {len(cards)} devices, and device is {len(given.every)}: give a budget for each")
+    else:
+        opened = given
+    rows = zip(several, cards, opened.every, strict=True)
+    vram_bytes, *others = [_free_bytes(at, of) if row.vram in (None, "auto") else _vram_bytes(row.vram, of) for row, of, at in rows]
+    helpers = tuple(Helper(of, nbytes) for of, nbytes in zip(cards[1:], others, strict=True))
     ram_bytes = ram_budget(budget.ram, components_of(pipe, components).values())
     host = _size(budget.pinned, "pinned", ram_bytes), _size(budget.disk, "disk")
     demands = Directives(tuple(keep), tuple(exclude), _size(reserve, "reserve") or 0, tuple(pin))
-    limits = Limits(vram_bytes, ram_bytes, *host, RUNS if between_calls == "warm" else 1, tuple(allow))
+    limits = Limits(vram_bytes, ram_bytes, *host, RUNS if between_calls == "warm" else 1, tuple(allow), helpers)
     store = CallStore(Store(cache)) if cache is not None else None
-    return Attachment(pipe, opened, chosen, limits, demands, budget, tell, store, components, methods)
+    return Attachment(pipe, opened, cards[0], limits, demands, budget, tell, store, components, methods)
 
 
 def run_many(
@@ -433,6 +449,21 @@ def _hardware(asked: str | Hardware | None, cache: Path | None) -> Hardware:
     from graphrun.profile.hardware_profiles import chosen
 
     return chosen(asked, cache)
+
+
+def _devices(vram: Any, hardware: Any, cache: Path | None) -> list[tuple[Hardware, int]]:
+    """The hardware and the VRAM budget of each device. Raises InputError where they are not of one kind."""
+    from graphrun.profile.several import per_device
+
+    found = [(_hardware(of.hardware, cache), of.vram) for of in per_device(vram, hardware)]
+    _require_one_kind([of for of, _ in found])
+    return [(of, _vram_bytes(nbytes, of)) for of, nbytes in found]
+
+
+def _require_one_kind(cards: Sequence[Hardware]) -> None:
+    if len({of.device for of in cards}) > 1:
+        kinds = ", ".join(f"{of.name} is a {of.device} device" for of in cards)
+        raise InputError(f"hardware: devices of one run are of one kind, and {kinds}")
 
 
 def _vram_bytes(vram: str | int, hardware: Hardware) -> int:

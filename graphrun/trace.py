@@ -41,6 +41,7 @@ class SlotTrace:
 
     ``peak_bytes``: peak on the device. ``moved_bytes``: weights copied to the device. ``host_bytes``: peak of backing stores and
     spilled values in RAM; ``locked_bytes``: peak of page-locked memory among it. ``calls``: the most calls into one component.
+    ``helper_peaks``: peak on each helper, whose loads count in ``moved_bytes`` too.
     """
 
     phase: str
@@ -52,6 +53,7 @@ class SlotTrace:
     end_seconds: float
     host_bytes: int = 0
     locked_bytes: int = 0
+    helper_peaks: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -140,6 +142,6 @@ class Trace:
             "notes": list(self.notes),
             "sources": list(self.sources),
             "tiers": [{**asdict(tier), "left_bytes": tier.left_bytes} for tier in self.tiers],
-            "slots": [asdict(slot) for slot in self.slots],
+            "slots": [{key: of for key, of in asdict(slot).items() if of != ()} for slot in self.slots],
             "events": [asdict(event) for event in self.events],
         }

@@ -159,14 +159,18 @@ def planned(
         return replace(made, precomputed=cached(graph, values, problem.hardware, what, problem.allow), downloads=downloads)
     if to_run:
         graph.resolve(inputs)
-    hardware = hardware_for(asked.hardware, asked.device, to_run, cache)
+    from graphrun.profile.several import per_device
+
+    several = per_device(asked.vram, asked.hardware, asked.device)
+    each = [hardware_for(of.hardware, of.device, to_run, cache) for of in several]
+    hardware = each[0]
     asked = budgeted(asked, hardware)
     if downloads := sources_of(graph):
         reuse = "none"
     if not to_run:  # planning compiles nothing; without dynamo the libraries import a second faster
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     precomputed = cached(graph, inputs, hardware, reuse, asked.allow or ())
-    arguments = {**asked.estimate_arguments, "vram": asked.vram, "hardware": hardware, "cache": cache, "precomputed": precomputed}
+    arguments = {**asked.estimate_arguments, "vram": asked.vram, "hardware": each, "cache": cache, "precomputed": precomputed}
 
     def estimate(inputs: Mapping[str, Any], allow: tuple[str, ...]) -> Any:
         return api.estimate(graph, **{**arguments, "inputs": inputs, "allow": allow})
@@ -210,7 +214,8 @@ def budgeted(asked: Asked, hardware: Any) -> Asked:
     """
     from graphrun.profile import hardware as devices
 
-    if asked.vram not in (None, "auto") and (asked.hardware is not None or hardware.device == "sim"):
+    given = asked.vram not in (None, "auto")
+    if given and (asked.hardware is not None or hardware.device == "sim" or "," in str(asked.vram)):
         return asked
     if hardware.device == "sim":
         raise InputError("the simulated device has no memory of its own: add --vram, such as --vram 8G")
@@ -219,8 +224,8 @@ def budgeted(asked: Asked, hardware: Any) -> Asked:
     has = f"{show_size(nbytes)}, what the {hardware.name} has"
     if free_bytes is not None:
         has += f" free ({show_size(free_bytes)}) less a twentieth for other programs"
-    if asked.vram not in (None, "auto"):
-        if free_bytes is not None and parse_size(asked.vram, whole_bytes=hardware.capacity_bytes, name="vram") > nbytes:
+    if given:
+        if free_bytes is not None and parse_size(str(asked.vram), whole_bytes=hardware.capacity_bytes, name="vram") > nbytes:
             say(f"--vram {asked.vram} is more than {has}: where that runs out, what is left is planned again; --vram auto is safe")
         return asked
     if free_bytes is None and asked.hardware is None:

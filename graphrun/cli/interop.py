@@ -66,6 +66,8 @@ def map_(
 def _maps_in(path: Path) -> dict[str, dict[str, int | str]]:
     """The device maps in the file at ``path``. Raises InputError where it holds something else."""
     found = read_json(path, PlanError)
+    if isinstance(found, dict):  # `hf_device_map` of a pipeline loaded with device_map="balanced" has a device per component
+        found = {name: {"": at} if isinstance(at, int | str) else at for name, at in found.items()}
     inner = list(found.values()) if isinstance(found, dict) else [None]
     if not all(isinstance(each, dict) and all(isinstance(at, int | str) for at in each.values()) for each in inner):
         raise InputError(

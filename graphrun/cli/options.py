@@ -20,7 +20,7 @@ Names = list[str] | None
 HardwareName = Annotated[
     str | None, typer.Option(help="A profile or a built-in device; default: the card found, else rtx4090.", show_default=False)
 ]
-DeviceName = Annotated[str | None, typer.Option(help="cuda or sim; default: the hardware's.", show_default=False)]
+DeviceName = Annotated[str | None, typer.Option(help="cuda or sim, or cuda:0,cuda:1; default: the hardware's.", show_default=False)]
 Sets = Annotated[Names, typer.Option("--set", help="An input of the graph: name=value. Repeatable.", show_default=False)]
 Outputs = Annotated[
     Names,
@@ -52,7 +52,7 @@ class Asked:
     vram: Annotated[
         str | None,
         typer.Option(
-            help="VRAM budget, as nvidia-smi would show it: 8G, 7.5GiB, 50%; auto, the default: what the card has free, less 5 %.",
+            help="VRAM budget, as nvidia-smi would show it: 8G, 7.5GiB, 50%; 24G,12G for two cards; auto: what is free, less 5 %.",
             show_default=False,
         ),
     ] = None

@@ -421,8 +421,12 @@ class Attachment:
 
     def make_room(self, solution: Solution, used: Collection[str]) -> None:
         """Evicts weights of other plans so that the first run of ``solution``, which uses the components ``used``, fits."""
-        peak_bytes = max((report.peak_bytes for report in solution.simulation.slots), default=0)
+        slots = solution.simulation.slots
+        peak_bytes = max((report.peak_bytes for report in slots), default=0)
         self._host.make_room(peak_bytes, solution.problem.effective_bytes, used)
+        for number, helper in enumerate(solution.problem.helpers, 1):
+            peak_bytes = max((report.helper_peaks[number - 1] for report in slots), default=0)
+            self._host.make_room(peak_bytes, helper.effective_bytes, used, number)
 
     def _refresh_components(self) -> None:
         """Takes over components that were replaced in the pipeline since the last call (``pipe.vae = other``)."""

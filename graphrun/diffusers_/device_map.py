@@ -4,6 +4,7 @@ A device map assigns each block one device for good. A plan says more, and that 
 
     blocks kept on the device in the component's last stream    0
     blocks streamed                                             "cpu", or "disk" where the backing store is on disk
+    component that computes on a helper                         the helper's number, for all of it
 
 A plan made from a map can be checked and simulated: it says whether the map fits, and what it costs, before anything runs.
 """
@@ -40,8 +41,8 @@ def device_maps(graph: Graph, solution: Solution) -> dict[str, dict[str, Placeme
         variant = numbers.variants[0]
         backing_store: Placement = "disk" if variant.backing_store == "disk" else "cpu"
         placements: dict[str, Placement] = {}
-        if variant.device == "cpu":
-            found[numbers.name] = {"": "cpu"}
+        if variant.device != "device":
+            found[numbers.name] = {"": variant.helper or "cpu"}
             continue
         if streams and streams[-1].keep is not None:
             kept = dict(streams[-1].keep)
@@ -54,24 +55,42 @@ def device_maps(graph: Graph, solution: Solution) -> dict[str, dict[str, Placeme
 
 
 def plan_for(problem: Problem, maps: Maps) -> Solution:
-    """The plan that follows the device maps: a block on a device stays from the first slot to the last, the others are streamed.
+    """The plan that follows the device maps: a block on a device stays from the first slot to the last, the others are streamed. A
+    component on device 1 is on the first helper.
 
     Components without a map are loaded for their phases. `check` and `simulate` tell whether the plan fits and what it costs.
-    Raises InputError for a map that leaves out a block, or that names no component of the problem.
+    Raises InputError for a map that leaves out a block, that names no component of the problem, or that has a component partly on
+    another device than 0.
     """
     kept: dict[str, tuple[int, ...]] = {}
+    numbers: dict[str, int] = {}  # of the variant of a component
     for name, placements in maps.items():
         if name not in {component.name for component in problem.components}:
             known = ", ".join(component.name for component in problem.components)
             raise InputError(f"device map for {name}: there is no such component; the problem has {known}")
         groups = problem.component(name).groups
-        kept[name] = tuple(
-            sum(not isinstance(_placement_of(name, path, placements), str) for path in group.blocks) for group in groups
-        )
-    program = program_of(problem, [(0,)] * len(problem.components))
+        placed = [[_placement_of(name, path, placements) for path in group.blocks] for group in groups]
+        kept[name] = tuple(sum(not isinstance(at, str) for at in of) for of in placed)
+        numbers[name] = _device_of(problem, name, {at for of in placed for at in of})
+    program = program_of(problem, [(numbers.get(component.name, 0),) for component in problem.components])
     choice = mapped(program, kept)
     plan = plan_of(program, choice, problem)
     return solution_of(problem, plan, objective_seconds=program.seconds(choice))
+
+
+def _device_of(problem: Problem, name: str, placements: set[Placement]) -> int:
+    """The number of the first variant of the component that computes on the device of ``placements``."""
+    devices = {at for at in placements if not isinstance(at, str)}
+    if devices <= {0}:
+        return 0
+    known = len(problem.helpers) + 1
+    if len(placements) > 1 or max(devices) >= known:
+        where = ", ".join(sorted(map(str, placements)))
+        raise InputError(
+            f"device map for {name}: it is on {where}; the plan has {known} devices, and only on 0 may a component be in part"
+        )
+    device = f"device{devices.pop()}"
+    return next(n for n, variant in enumerate(problem.component(name).variants) if variant.device == device)
 
 
 def _placement_of(component: str, path: str, placements: Mapping[str, Placement]) -> Placement:

@@ -93,12 +93,20 @@ class LiveHost(Host):
                 module = self.modules[dtype_variants[numbers.name].component]
                 if not self._is_laid_out(module, numbers):
                     self.residencies[numbers.name] = self._laid_out_elsewhere(module, numbers) or self._laid_out(module, numbers)
+                self._place(self.residencies[numbers.name], numbers)
                 self._numbers[numbers.name] = numbers
         written = {id(residency.module) for residency in self.residencies.values() if residency.changed()}
         for residency in self.residencies.values():
             if id(residency.module) in written:
                 residency.release()
                 residency.note_contents()
+
+    def _place(self, residency: Residency, numbers: ComponentNumbers) -> None:
+        """Evicts what another plan left on another device than that on which the component is to compute."""
+        device = self._device.every[numbers.variants[0].helper]
+        if residency.device.memory != device.memory:
+            residency.release()
+            residency.for_device(device)
 
     def _is_laid_out(self, module: nn.Module, numbers: ComponentNumbers) -> bool:
         """Whether the component has the blocks of ``numbers``, and its tensors are still those that were laid out. Loading other
@@ -158,32 +166,36 @@ class LiveHost(Host):
         return {name: residency.loaded for name, residency in self.residencies.items() if residency.loaded}
 
     def held_bytes(self, besides: Collection[str] | None = None) -> int:
-        """Bytes of weights that this host and others at rest have on the device, without the components ``besides`` of this one."""
+        """Bytes of weights that this host and others at rest have on the device, without the components ``besides`` of this one.
+        What is on helpers does not count."""
         mine = [residency for name, residency in self.residencies.items() if besides is not None and name in besides]
-        return _loaded_bytes(r for host in (self, *self._others()) for r in host.residencies.values() if r not in mine)
+        every = (r for host in (self, *self._others()) for r in host.residencies.values() if r not in mine)
+        return _loaded_bytes(every, self._device)
 
     @property
     def outside_bytes(self) -> int:
         """Bytes of weights at rest on the device that are within other budgets."""
         own = list(self.residencies.values())
         others = (host for host in self._others() if host._budget is not self._budget)
-        return _loaded_bytes(r for host in others for r in host.residencies.values() if r not in own)
+        return _loaded_bytes((r for host in others for r in host.residencies.values() if r not in own), self._device)
 
-    def make_room(self, peak_bytes: int, limit_bytes: int, used: Collection[str]) -> None:
-        """Evicts weights of other plans so that a run fits whose components ``used`` take up to ``peak_bytes``.
+    def make_room(self, peak_bytes: int, limit_bytes: int, used: Collection[str], helper: int = 0) -> None:
+        """Evicts weights of other plans so that a run fits whose components ``used`` take up to ``peak_bytes``, on the device or on
+        ``helper``.
 
         First those within the same budget, until all fit ``limit_bytes``; then those of other budgets, until the device has room.
         Those whose last run is longest ago give way first.
         """
         mine = [residency for name, residency in self.residencies.items() if name in used]
+        device = self._device.every[helper]
         idle: dict[bool, dict[int, Residency]] = {True: {}, False: {}}
         for host in (self, *self._others()):
-            of = ((id(r), r) for r in host.residencies.values() if r not in mine)
+            of = ((id(r), r) for r in host.residencies.values() if r not in mine and r.device.memory == device.memory)
             idle[host._budget is self._budget].update(of)
         shared, outside = idle[True].values(), [r for key, r in idle[False].items() if key not in idle[True]]
-        _evict(shared, peak_bytes + _loaded_bytes(shared) - limit_bytes)
-        taken_bytes = self._device.allocated_bytes - _loaded_bytes(mine)
-        _evict((*shared, *outside), peak_bytes + taken_bytes - self._device.available_bytes)
+        _evict(shared, peak_bytes + _loaded_bytes(shared, device) - limit_bytes)
+        taken_bytes = device.allocated_bytes - _loaded_bytes(mine, device)
+        _evict((*shared, *outside), peak_bytes + taken_bytes - device.available_bytes)
 
     def release(self) -> None:
         """Evicts everything of these modules, also what other hosts at rest have on the device."""
@@ -222,9 +234,9 @@ class LiveHost(Host):
         self._numbers.clear()
 
 
-def _loaded_bytes(residencies: Iterable[Residency]) -> int:
-    """Bytes on the device, each residency once."""
-    return sum({id(residency): residency.loaded_bytes for residency in residencies}.values())
+def _loaded_bytes(residencies: Iterable[Residency], device: Device) -> int:
+    """Bytes on ``device``, each residency once."""
+    return sum({id(of): of.loaded_bytes for of in residencies if of.device.memory == device.memory}.values())
 
 
 def _evict(residencies: Iterable[Residency], excess_bytes: int) -> None:

@@ -83,6 +83,8 @@ class _Script:
                 yield f"- {name}: its weights are read from disk block by block, and are never all in RAM"
             elif variant.backing_store == "pinned":
                 yield f"- {name}: its backing store is pinned memory, read from disk while earlier phases compute"
+            if variant.helper:
+                yield f"- {name}: computes on {variant.device}, a further device; here it runs on the first"
             if variant.device == "cpu":
                 yield f"- {name}: runs on the CPU; here it runs on the device"
         evicted = {slot.phase for slot in self.plan.slots if slot.phase and any(isinstance(a, Evict) for a in slot.actions)}

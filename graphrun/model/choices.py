@@ -124,22 +124,34 @@ def use_with(use: Use, component: ComponentNumbers, variant: Variant) -> Use:
 def activation_bytes(phase_bytes: int, variants: Iterable[Variant], glue_bytes: int = 0) -> int:
     """Device bytes of activation of a phase that runs with ``variants``, one per component it uses.
 
-    ``phase_bytes``: the phase's activation as traced. If all variants compute on the CPU: ``glue_bytes``, at most ``phase_bytes``.
-    Otherwise: ``phase_bytes`` plus the largest `scratch_bytes`.
+    ``phase_bytes``: the phase's activation as traced. If all variants compute on the CPU or on helpers: ``glue_bytes``, at most
+    ``phase_bytes``. Otherwise: ``phase_bytes`` plus the largest `scratch_bytes`.
     """
     found = list(variants)
-    if found and all(variant.device == "cpu" for variant in found):
+    if found and all(variant.device != "device" for variant in found):
         return min(phase_bytes, glue_bytes)
     return phase_bytes + max((variant.scratch_bytes for variant in found), default=0)
 
 
+def helper_bytes(phase_bytes: int, pairs: Iterable[tuple[Use, Variant]], helper: int) -> int:
+    """Bytes beyond weights on ``helper`` in a slot of a phase that runs ``pairs``: 0 if none of them computes there, else the
+    activation as traced, ``phase_bytes``, and the most that scratch and the arguments of a call take."""
+    own = [variant.scratch_bytes + sum(use.crossing[:1]) for use, variant in pairs if variant.helper == helper]
+    return phase_bytes + max(own) if own else 0
+
+
 def _with_variants(problem: Problem, phase: PhaseNumbers, chosen: Mapping[str, Variant]) -> PhaseNumbers:
     variants = [chosen[use.component] for use in phase.uses]
+    pairs = list(zip(phase.uses, variants, strict=True))
     return replace(
         phase,
         uses=tuple(use_with(use, problem.component(use.component), chosen[use.component]) for use in phase.uses),
         first_bytes=activation_bytes(phase.first_bytes, variants, phase.glue_bytes),
         steady_bytes=activation_bytes(phase.steady_bytes, variants, phase.glue_bytes),
+        helper_bytes=tuple(
+            (helper_bytes(phase.first_bytes, pairs, number), helper_bytes(phase.steady_bytes, pairs, number))
+            for number in range(1, len(problem.helpers) + 1)
+        ),
         trace=phase.trace.with_scratch({name: variant.scratch_bytes for name, variant in chosen.items()}),
     )
 

@@ -79,7 +79,7 @@ def least_memory(problem: Problem) -> tuple[PhaseMinimum, ...]:
         fixed = {"first": 0, "steady": 0}
         for component in problem.components:
             use = next((use for use in phase.uses if use.component == component.name), None)
-            if component.variants[0].device == "cpu":
+            if component.variants[0].device != "device":
                 continue
             demanded = problem.demanded(component.name)
             if not component.variants[0].movable or "keep" in demanded:
@@ -99,7 +99,7 @@ def least_memory(problem: Problem) -> tuple[PhaseMinimum, ...]:
 
 def least_weights(problem: Problem, component: ComponentNumbers, phase: PhaseNumbers, use: Use, number: int) -> int:
     """Least bytes of weights, ring and activation that ``phase`` needs for ``use`` of ``component`` in variant ``number``."""
-    if component.variants[number].device == "cpu":
+    if component.variants[number].device != "device":
         return 0
     found = []
     for part in PARTS:

@@ -5,6 +5,7 @@ A plan stores no peak and no time; `simulate` computes them. Whether a plan is v
 finds vae all                                on the device when the first slot begins, where that is anything
 leaves vae all                               likewise, when a run of a session ends
 variant transformer nf4 pinned device        chosen variant of a component that has several
+variant vae bfloat16 pinned device1          likewise; it computes on the first helper
 option decode tiling                         chosen option of a stage, if any
 order encode denoise decode                  order of the stages, if not the problem's
 slot denoise/0:transformer steady x27
@@ -279,8 +280,8 @@ CHOICE_LINES: Mapping[str, tuple[str, str]] = {
     "finds": (r"finds (\S+ .+)", "finds COMPONENT BLOCKS"),
     "leaves": (r"leaves (\S+ .+)", "leaves COMPONENT BLOCKS"),
     "variant": (
-        r"variant (\S+ \S+ (?:pinned|pageable|disk) (?:device|cpu))",
-        "variant COMPONENT PRECISION pinned|pageable|disk device|cpu",
+        r"variant (\S+ \S+ (?:pinned|pageable|disk) (?:device[1-9]?|cpu))",
+        "variant COMPONENT PRECISION pinned|pageable|disk device|device1|cpu",
     ),
     "option": (r"option (\S+ \S+)", "option STAGE NAME"),
     "order": (r"order (.+)", "order STAGE STAGE ..."),

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -35,6 +36,9 @@ ALLOCATION_BYTES = 512
 # Seconds computed with a prior are within this share of most published ones, of sources that it was not fitted on
 # (benchmarks/results/published.json).
 PRIOR_ERROR = 0.25
+
+# Fields that are empty in problems with one device.
+_OF_HELPERS = ("helpers", "crossing", "helper_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +120,12 @@ class Variant:
                     page-locked                   load_seconds to copy                from the start
 
     A variant that computes on the CPU is never copied to the device; its backing store is read before the component is called.
+    One that computes on a helper is copied there, is never streamed, and its seconds and rates are those of the helper.
     """
 
     precision: str
     backing_store: BackingStore
-    device: str  # where it computes: "device" or "cpu"
+    device: str  # where it computes: "device", "cpu", or a helper: "device1", "device2"
     block_bytes: tuple[int, ...]  # of one block on the device
     load_seconds: tuple[float, ...]  # to copy one block to the device
     host_bytes: int
@@ -140,6 +145,12 @@ class Variant:
     def name(self) -> str:
         """``precision backing_store device``, as in a plan's text."""
         return f"{self.precision} {self.backing_store} {self.device}"
+
+    @property
+    def helper(self) -> int:
+        """Number of the helper that it computes on, from 1; 0: the device itself, or the CPU."""
+        number = self.device.removeprefix("device")
+        return int(number) if number.isdecimal() else 0
 
     @property
     def locked_bytes(self) -> int:
@@ -166,10 +177,14 @@ class ComponentNumbers:
         """Device bytes of all blocks of variant number ``variant``."""
         return sum(len(k.blocks) * b for k, b in zip(self.groups, self.variants[variant].block_bytes, strict=True))
 
-    def held_as(self, variant: str) -> ComponentNumbers:
-        """The component, and its `layers`, with only the variant of this name, which no longer requires a permission."""
-        kept = tuple(replace(of, needs="") for of in self.variants if of.name == variant)
-        layers = self.layers and self.layers.held_as(variant)
+    def held_as(self, variant: str, *, anywhere: bool = False) -> ComponentNumbers:
+        """The component, and its `layers`, with only the variant of this name, which no longer requires a permission. ``anywhere``:
+        if that computes on the device or a helper, also those that differ from it in which of these they compute on."""
+        names, weights = {variant}, variant.rpartition(" ")[0]
+        if anywhere and not variant.endswith(" cpu"):
+            names |= {of.name for of in self.variants if of.device != "cpu" and of.name.rpartition(" ")[0] == weights}
+        kept = tuple(replace(of, needs="") for of in self.variants if of.name in names)
+        layers = self.layers and self.layers.held_as(variant, anywhere=anywhere)
         return replace(self, variants=kept, layers=layers if layers and layers.streamable else None)
 
     @property
@@ -186,7 +201,8 @@ class Use:
     ``seconds[k]``: compute of ONE block of group k in ONE call, all its passes together. ``order``: compute of one call in order,
     as (group, block within it, seconds), with the remainder's compute before, between and after the blocks; empty: group by
     group, block by block. ``passes[k]``: how often a block of group k runs in one call; empty: once. ``layers``: the same use
-    with the component split into layers.
+    with the component split into layers. ``crossing``: bytes of the tensors that one call gets and of those that it returns, which
+    cross to a helper and back where it computes there; only in problems with helpers.
     """
 
     component: str
@@ -196,10 +212,15 @@ class Use:
     order: tuple[tuple[int, int, float], ...] = ()
     passes: tuple[int, ...] = ()
     layers: Use | None = None
+    crossing: tuple[int, ...] = ()
 
     def passes_of(self, number: int) -> int:
         """How often a block of group ``number`` runs in one call."""
         return self.passes[number] if self.passes else 1
+
+    def calls_in(self, part: str) -> int:
+        """Calls of the component in the slot ``part``."""
+        return {"first": min(1, self.calls), "steady": max(0, self.calls - 1)}.get(part, 0)
 
     def group_calls_in(self, part: str) -> tuple[int, ...]:
         """Calls per group in the slot ``part``: at most one in ``first``, all others in ``steady``, none elsewhere."""
@@ -215,7 +236,8 @@ class PhaseNumbers:
     ``live_in_bytes``: device bytes live at its entry beyond weights and `values`: the op's inputs and locals. They count in the
     load slot too. ``first_bytes``, ``steady_bytes``: peak bytes beyond weights, values and live-in bytes, up to the end of every
     component's first call, and after it. ``glue_bytes``: that peak if all components compute on the CPU: tensors made by the op's
-    own code, and what the calls return.
+    own code, and what the calls return. ``helper_bytes``: per helper, bytes of activation and of what crossed to it, in the first
+    and in the steady slot; `apply_choices` sets it.
     """
 
     stage: str
@@ -227,6 +249,7 @@ class PhaseNumbers:
     basis: Basis = "traced"
     glue_bytes: int = 0
     trace: PhaseTrace = PhaseTrace()
+    helper_bytes: tuple[tuple[int, int], ...] = ()
 
     @property
     def name(self) -> str:
@@ -293,13 +316,28 @@ class StageOption:
     needs: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Helper:
+    """A further device of the machine, on which components may compute as a whole. Nothing is streamed to it."""
+
+    hardware: Hardware
+    budget_bytes: int
+
+    @property
+    def effective_bytes(self) -> int:
+        """Bytes for tensors: the smaller of budget and capacity, minus context and workspace; not below 0."""
+        hardware = self.hardware
+        return max(0, min(self.budget_bytes, hardware.capacity_bytes) - hardware.context_bytes - hardware.workspace_bytes)
+
+
 @dataclass(frozen=True)
 class Problem:
     """Everything a plan depends on. Equal problems have equal digests and equal plans.
 
     A component's first variant, ``phases`` and their order are the graph's defaults; `apply_choices` returns the problem with a
     plan's choices in their place. ``directives``: sorted, as `directed` returns them. ``runs`` above 1 makes the problem a session:
-    a first run, and ``runs - 1`` runs that start with the device and host state that the previous run left.
+    a first run, and ``runs - 1`` runs that start with the device and host state that the previous run left. ``helpers``: further
+    devices, numbered from 1 in `Variant.device`.
     """
 
     graph: str
@@ -323,6 +361,7 @@ class Problem:
     options: tuple[StageOption, ...] = ()
     allow: tuple[str, ...] = ()  # permissions granted, of those in Variant.needs and StageOption.needs
     commits: tuple[tuple[str, str], ...] = ()  # (repository, commit) of the weights, where known
+    helpers: tuple[Helper, ...] = ()
 
     @property
     def overhead_bytes(self) -> int:
@@ -338,6 +377,18 @@ class Problem:
     def counts_pages(self) -> bool:
         """Whether peaks are in pages: the device's allocator reserves these, and every phase has a trace."""
         return self.hardware.caching_allocator and all(phase.trace.first for phase in self.phases)
+
+    def crossing_seconds(self, helper: int, crossing: Sequence[int]) -> tuple[float, float]:
+        """Seconds in which the two numbers of bytes ``crossing`` get to a helper and back (`Use.crossing`).
+
+        A copy between two cards without direct access to each other passes through the host, a part at a time, at the rate of the
+        slower one (CUDA driver API, ``cuMemcpyPeer``)."""
+        if not crossing:
+            return 0.0, 0.0
+        one, other = self.hardware, self.helpers[helper - 1].hardware
+        ways = zip(crossing, ((one, other), (other, one)), strict=True)
+        found = [a.copy_start_seconds + n / min(a.d2h_bytes_per_second, b.h2d_bytes_per_second) if n else 0.0 for n, (a, b) in ways]
+        return found[0], found[1]
 
     def component(self, name: str) -> ComponentNumbers:
         """The component called ``name``; KeyError if there is none."""
@@ -370,5 +421,6 @@ class Problem:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-serializable dictionary from which an equal problem can be made."""
-        return asdict(self)
+        """A JSON-serializable dictionary from which an equal problem can be made. That of a problem with one device does not
+        mention others."""
+        return asdict(self, dict_factory=lambda pairs: {name: of for name, of in pairs if of or name not in _OF_HELPERS})

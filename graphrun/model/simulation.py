@@ -34,6 +34,8 @@ class SlotReport:
     allocator reserves beyond that). ``streamed_bytes``: copied through rings. ``loaded_bytes``: copied by load actions.
     ``restored_bytes``: of restored values. ``compute_seconds``: on the device or the CPU. ``host_bytes``: peak in RAM,
     ``pinned_bytes`` of it page-locked. ``disk_bytes_read``: weights read into backing stores, and fetched for copies.
+    ``helper_peaks``: the highest bytes on each helper, whose loads count in ``loaded_bytes`` too; ``helper_pages``: what its
+    allocator reserves beyond tensors.
     """
 
     phase: str
@@ -52,6 +54,8 @@ class SlotReport:
     pinned_bytes: int = 0
     disk_bytes_read: int = 0
     pages_bytes: int = 0
+    helper_peaks: tuple[int, ...] = ()
+    helper_pages: tuple[int, ...] = ()
 
     @property
     def working_bytes(self) -> int:
@@ -141,11 +145,18 @@ class Simulation:
         """Bytes copied to the device in all runs."""
         return self.moved_bytes + (self.problem.runs - 1) * self.again_moved_bytes
 
-    def in_pages(self, reserved_bytes: Sequence[int]) -> Simulation:
-        """The same with every slot's peak as an allocator reserves it (`verify.pages`), in the order of slots."""
+    def in_pages(self, reserved_bytes: Sequence[int], *on_helpers: Sequence[int]) -> Simulation:
+        """The same with every slot's peak as an allocator reserves it (`verify.pages`), in the order of slots; those of helpers
+        likewise."""
         slots = [
-            replace(slot, peak_bytes=max(nbytes, slot.peak_bytes), pages_bytes=max(0, nbytes - slot.peak_bytes))
-            for slot, nbytes in zip((*self.slots, *self.again), reserved_bytes, strict=True)
+            replace(
+                slot,
+                peak_bytes=max(nbytes, slot.peak_bytes),
+                pages_bytes=max(0, nbytes - slot.peak_bytes),
+                helper_peaks=tuple(map(max, slot.helper_peaks, there)),
+                helper_pages=tuple(max(0, of - peak) for of, peak in zip(there, slot.helper_peaks, strict=True)),
+            )
+            for slot, nbytes, *there in zip((*self.slots, *self.again), reserved_bytes, *on_helpers, strict=True)
         ]
         return replace(self, slots=tuple(slots[: len(self.slots)]), again=tuple(slots[len(self.slots) :]))
 

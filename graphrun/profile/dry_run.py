@@ -156,7 +156,9 @@ class Prober:
             for t in {id(t): t for t in tensors_in((args, kwargs))}.values()
             if t.device.type != "cpu"
         )
-        return replace(call, component=component, entry=entry, input_bytes=input_bytes), result
+        results = {id(t): round_up(t.nbytes, ROUND_BYTES) for t in tensors_in(result.template) if t.is_meta}
+        made = replace(call, component=component, entry=entry, input_bytes=input_bytes, output_bytes=sum(results.values()))
+        return made, result
 
     def _record(
         self,

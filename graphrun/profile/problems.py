@@ -21,6 +21,7 @@ from graphrun.model.problem import (
     Directive,
     Granularity,
     Hardware,
+    Helper,
     PhaseNumbers,
     Placement,
     Problem,
@@ -42,7 +43,7 @@ ALTERNATIONS = 3  # components that alternate at least this many times are one p
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a problem depends on besides graph, inputs and hardware: budgets in bytes (None: no limit), the number of runs in a
-    session, and the output changes that are allowed."""
+    session, the output changes that are allowed, and further devices."""
 
     budget_bytes: int
     ram_bytes: int
@@ -50,6 +51,7 @@ class Limits:
     disk_bytes: int | None = None
     runs: int = 1
     allow: tuple[str, ...] = ()
+    helpers: tuple[Helper, ...] = ()
 
     @property
     def backing_stores(self) -> tuple[str, ...]:
@@ -99,6 +101,7 @@ def problem_of(
         precedence=precedence_of(graph),
         options=tuple(options),
         allow=tuple(sorted(limits.allow)),
+        helpers=limits.helpers,
         commits=commits_of(graph.components[name] for name in sorted(used)),
     )
     placements: tuple[Placement, ...] = ("keep", "exclude", "pin")
@@ -114,7 +117,7 @@ def _components(graph: Graph, probed: DryRun, hardware: Hardware, limits: Limits
 
     def numbers(name: str, profile: ComponentProfile, granularity: Granularity) -> ComponentNumbers:
         variants = variants_of(
-            graph.components[name], profile, calls[name], hardware, limits.backing_stores, limits.allow, granularity
+            graph.components[name], profile, calls[name], hardware, limits.backing_stores, limits.allow, granularity, limits.helpers
         )
         layers = numbers(name, profile.layer_split, "layers") if profile.layer_split is not None else None
         layers = layers if layers is not None and layers.streamable else None
@@ -137,8 +140,10 @@ def _phases(
     stages = [entries[begin][0] for begin, _ in spans]
     values = _values(graph, probed.recording, stages)
     memories = phase_memories_of(probed.recording, spans, hardware)
-    on_cpu = {name for name, component in components.items() if any(variant.device == "cpu" for variant in component.variants)}
-    glue = glue_of(probed.recording, spans, hardware) if on_cpu else [0] * len(spans)
+    of = components.items()
+    elsewhere = {name for name, component in of if any(variant.device != "device" for variant in component.variants)}
+    on_helpers = {name for name, component in of if any(variant.helper for variant in component.variants)}
+    glue = glue_of(probed.recording, spans, hardware) if elsewhere else [0] * len(spans)
     traces = phase_traces_of(probed.recording, spans, hardware)
     phases = []
     for number, (stage, (begin, end), memory) in enumerate(zip(stages, spans, memories, strict=True)):
@@ -149,11 +154,11 @@ def _phases(
         phase = PhaseNumbers(
             stage=stage,
             index=stages[:number].count(stage),
-            uses=tuple(use_of(components[name], made, hardware) for name, made in calls.items()),
+            uses=tuple(use_of(components[name], made, hardware, crossing=name in on_helpers) for name, made in calls.items()),
             live_in_bytes=max(0, memory.entry_bytes - value_bytes),
             first_bytes=max(0, memory.first_bytes - memory.entry_bytes),
             steady_bytes=max(0, memory.steady_bytes - memory.entry_bytes),
-            glue_bytes=glue[number] if calls.keys() <= on_cpu else 0,
+            glue_bytes=glue[number] if calls.keys() <= elsewhere else 0,
             trace=traces[number],
         )
         phases.append(phase)

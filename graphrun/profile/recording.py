@@ -77,8 +77,9 @@ class Call:
     ``spans``: calls of layers, in order. ``entered``: paths of the blocks that were called, in order. ``touched``: names of the
     parameters and buffers that an operator read. ``outside``: layers with a tensor that was read outside of their own calls.
     ``loose``: modules inside a block that were called, or of which a tensor was read, while the block did not run.
-    ``input_bytes``: bytes of the device tensors among the arguments. ``kept``: keys of tensors that the component keeps after
-    the call and reuses (position tables) or replaces (frames for the next piece) in later calls; of a section, keys of its results.
+    ``input_bytes``: bytes of the device tensors among the arguments; ``output_bytes``: among the results. ``kept``: keys of tensors
+    that the component keeps after the call and reuses (position tables) or replaces (frames for the next piece) in later calls; of
+    a section, keys of its results.
     """
 
     component: str = ""
@@ -93,6 +94,7 @@ class Call:
     outside: Names = field(default_factory=set)
     loose: Names = field(default_factory=set)
     input_bytes: int = 0
+    output_bytes: int = 0
     kept: list[int] = field(default_factory=list)
 
     def levels(self) -> list[int]:

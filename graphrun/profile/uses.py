@@ -23,12 +23,15 @@ Order = tuple[tuple[int, int, float], ...]
 """The compute of a call in order: (group, block in the group, seconds). Group 0 is the remainder."""
 
 
-def use_of(component: ComponentNumbers, calls: Sequence[Call], hardware: Hardware) -> Use:
-    """How ``calls``, those of one phase, use ``component``; also split into layers, where it can be."""
+def use_of(component: ComponentNumbers, calls: Sequence[Call], hardware: Hardware, *, crossing: bool = False) -> Use:
+    """How ``calls``, those of one phase, use ``component``; also split into layers, where it can be. ``crossing``: with the
+    bytes that cross to a helper and back: the most of any call."""
     use = _block_use(component, calls, hardware)
-    if component.layers is None:
-        return use
-    return replace(use, layers=_layer_use(component.layers, calls, hardware))
+    layers = _layer_use(component.layers, calls, hardware) if component.layers is not None else None
+    if not crossing:
+        return replace(use, layers=layers)
+    both = max(call.input_bytes for call in calls), max(call.output_bytes for call in calls)
+    return replace(use, crossing=both, layers=layers and replace(layers, crossing=both))
 
 
 def splittable_components(phases: Iterable[PhaseNumbers]) -> set[str]:

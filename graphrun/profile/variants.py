@@ -5,6 +5,7 @@ its first precision in page-locked memory.
 
     precision       those in the graph's list; all but the first change the output and must be allowed
     backing store   pinned, pageable (slower to copy from), disk where a file's tensors can be read one by one
+    helper          computes on a further device, at its rates
     cpu             computes on the CPU, for small or rarely used components; the last bits of the output change
 """
 
@@ -14,7 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from graphrun.graph.graph import Component
-from graphrun.model.problem import ALLOCATION_BYTES, BackingStore, Granularity, Hardware, Variant
+from graphrun.model.problem import ALLOCATION_BYTES, BackingStore, Granularity, Hardware, Helper, Variant
 from graphrun.modules.precisions import QUANTIZED
 from graphrun.profile.costs import extra_seconds, work_seconds
 from graphrun.profile.precision import (
@@ -43,11 +44,13 @@ def variants_of(
     backing_stores: Collection[str],
     allow: Collection[str] = (),
     granularity: Granularity = "blocks",
+    helpers: Sequence[Helper] = (),
 ) -> tuple[Variant, ...]:
     """All variants of ``component``, the graph's own first.
 
     ``calls``: its distinct calls. ``backing_stores``: those worth considering here. ``allow``: only determines whether
-    computing on the CPU is offered. ``granularity``: whether ``profile`` is split into blocks or layers.
+    computing on the CPU is offered. ``granularity``: whether ``profile`` is split into blocks or layers. ``helpers``: further
+    devices that it may compute on.
     """
     found = [
         variant
@@ -56,6 +59,16 @@ def variants_of(
     ]
     if granularity == "layers":
         found = [replace(variant, streamable=variant.precision not in BLOCK_GRANULARITY_ONLY) for variant in found]
+    for number, helper in enumerate(helpers, 1):
+        there = replace(helper.hardware, disk_bytes_per_second=hardware.disk_bytes_per_second)
+        slowdown = _seconds(calls, there) / on_device if (on_device := _seconds(calls, hardware)) else 1.0
+        found += [
+            replace(variant, device=f"device{number}", streamable=False, slowdown=slowdown)
+            for precision in component.precision
+            for variant in _in_backing_stores(
+                component, precision, profile, calls, there, component.backing_store or backing_stores
+            )
+        ]
     if ON_CPU in allow and found[0].precision not in QUANTIZED:
         found.append(_on_cpu(found[0], calls, hardware))
     return tuple(found)
@@ -144,12 +157,16 @@ def _read_seconds(
     return tuple(nbytes / bytes_per_second for nbytes in in_files)
 
 
+def _seconds(calls: Sequence[Call], hardware: Hardware) -> float:
+    """Seconds of one call of each kind on ``hardware``. The simulated clock charges FLOPs at one rate; launches do not count."""
+    if hardware.kernels is None:
+        return sum(call.flops for call in calls) / hardware.flops_per_second
+    return sum(sum(work_seconds(call, hardware)) for call in calls)
+
+
 def _on_cpu(variant: Variant, calls: Sequence[Call], hardware: Hardware) -> Variant:
     """``variant`` computing on the CPU at the host's rate. Nothing is copied to the device, so its backing store is pageable."""
-    flops = sum(call.flops for call in calls)
-    on_device = sum(sum(work_seconds(call, hardware)) for call in calls)
-    if hardware.kernels is None:
-        on_device = flops / hardware.flops_per_second  # the simulated clock charges this factor on FLOPs, without launches
+    flops, on_device = sum(call.flops for call in calls), _seconds(calls, hardware)
     on_host = flops / hardware.cpu_flops_per_second
     return replace(
         variant,

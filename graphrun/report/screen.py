@@ -80,6 +80,7 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
             *_choices(solution),
             f"peak {show_size(simulation.peak_bytes)} at {peak.phase}  headroom"
             f" {show_size(problem.effective_bytes - simulation.peak_bytes)}  moves {show_size(simulation.moved_bytes)} in",
+            *_helpers(problem, simulation),
             _host(problem, simulation),
             f"predicted {show_range(simulation.seconds, hardware.seconds_range(simulation.seconds))}"
             f" = {show_seconds(simulation.compute_seconds)} compute"
@@ -96,7 +97,7 @@ def _subject(solution: Solution, look: Look) -> str:
     reserve = f", {show_size(problem.reserve_bytes)} reserve" if problem.reserve_bytes else ""
     proven = proof(solution)
     plan = f"{budgets}{reserve}; RAM {show_size(problem.ram_bytes)}; {regime(problem)}; {proven}"
-    return look.folded(f"plan {subject(problem)}", plan, *_choices(solution))
+    return look.folded(f"plan {subject(problem)}", plan, *_helpers(problem, solution.simulation), *_choices(solution))
 
 
 def _choices(solution: Solution) -> list[str]:
@@ -153,6 +154,20 @@ def _host(problem: Problem, simulation: Simulation) -> str:
     reads = f"reads {show_size(read)} from disk" if read else "reads nothing from disk"
     spare = show_size(problem.ram_bytes - simulation.host_peak_bytes)
     return f"host peak {show_size(simulation.host_peak_bytes)}{locked}{limit}  headroom {spare}  {reads}"
+
+
+def _helpers(problem: Problem, simulation: Simulation) -> list[str]:
+    """A line for each helper: its budget, its peak, and what computes on it. ``problem`` has one variant per component, or several:
+    then those of the simulation count."""
+    found = []
+    for number, helper in enumerate(problem.helpers, 1):
+        peak = max(slot.helper_peaks[number - 1] for slot in (*simulation.slots, *simulation.again))
+        names = [of.name for of in simulation.problem.components if of.variants[0].helper == number]
+        found.append(
+            f"device{number} {helper.hardware.name} ({helper.hardware.basis})  budget {show_size(helper.budget_bytes)}  peak"
+            f" {show_size(peak)}  computes {', '.join(names) or 'nothing'}"
+        )
+    return found
 
 
 def _phases_in_short(problem: Problem, reports: Sequence[SlotReport], width: int) -> str:
@@ -255,7 +270,8 @@ def _placed(problem: Problem, slots: Sequence[Slot], finds: Held) -> list[tuple[
                 stays[phase.name] = f"{blocks} of {sum(len(k.blocks) for k in component.groups)} {component.granularity}"
             else:
                 marks.append(("█" if uses else "░") if blocks else "·")
-        where = variant.backing_store if variant.device == "device" else "computed on the CPU"
+        there = f", on {variant.device}" if variant.helper else ""
+        where = f"{variant.backing_store}{there}" if variant.device != "cpu" else "computed on the CPU"
         placed.append((component.name, marks, f"{variant.precision}, {where}", stays))
     return placed
 

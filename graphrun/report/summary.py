@@ -36,6 +36,7 @@ def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | No
         **figures(simulation, "peak_bytes", "moved_bytes"),
         **figures(problem, "digest", "graph"),
         "hardware": problem.hardware.name,
+        **({"helpers": _helpers(solution)} if problem.helpers else {}),
         "until": problem.until,
         "precomputed": list(problem.precomputed),
         "settings": dict(problem.settings),
@@ -60,6 +61,20 @@ def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | No
             ],
         }
     return summary
+
+
+def _helpers(solution: Solution) -> list[dict[str, Any]]:
+    """Each helper with its budget, its peak and the components that compute on it."""
+    simulation = solution.simulation
+    return [
+        {
+            "hardware": helper.hardware.name,
+            **figures(helper, "budget_bytes", "effective_bytes"),
+            "peak_bytes": max(slot.helper_peaks[number - 1] for slot in (*simulation.slots, *simulation.again)),
+            "components": [of.name for of in solution.chosen.components if of.variants[0].helper == number],
+        }
+        for number, helper in enumerate(solution.problem.helpers, 1)
+    ]
 
 
 def figures(of: object, *names: str) -> dict[str, Any]:
@@ -95,11 +110,16 @@ def broken_caps(solution: Solution, trace: Trace) -> list[str]:
 
     Where the remainder was planned again, peaks are compared with the budget.
     """
-    if trace.notes:
-        limit = solution.problem.effective_bytes
-        return [f"{slot.phase} {slot.part}: {slot.peak_bytes} > {limit}" for slot in trace.slots if slot.peak_bytes > limit]
+    limits = [solution.problem.effective_bytes, *(helper.effective_bytes for helper in solution.problem.helpers)]
+    planned = solution.simulation.slots
+    pairs = (
+        [(limits, slot) for slot in trace.slots]
+        if trace.notes
+        else [([of.peak_bytes, *of.helper_peaks], slot) for of, slot in trace.beside(planned)]
+    )
     return [
-        f"{measured.phase} {measured.part}: {measured.peak_bytes} > {planned.peak_bytes}"
-        for planned, measured in trace.beside(solution.simulation.slots)
-        if measured.peak_bytes > planned.peak_bytes
+        f"{slot.phase} {slot.part}{f' on device{number}' if number else ''}: {peak} > {most}"
+        for limit, slot in pairs
+        for number, (most, peak) in enumerate(zip(limit, (slot.peak_bytes, *slot.helper_peaks), strict=False))
+        if peak > most
     ]

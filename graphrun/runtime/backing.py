@@ -58,7 +58,7 @@ class BackingStore:
     def __init__(
         self, layouts: Mapping[str, BlockLayout], device: Device, writer: BlockWriter | None, nbytes: int, pinned: bool
     ) -> None:
-        self._layouts, self._device, self._pinned, self.nbytes = dict(layouts), device, pinned, nbytes
+        self._layouts, self.device, self._pinned, self.nbytes = dict(layouts), device, pinned, nbytes
         self._writer: Any = writer
         self.memory: torch.Tensor | None = None
         self.paced: PacedReads | None = None
@@ -73,12 +73,12 @@ class BackingStore:
 
     def allocate(self) -> None:
         """Allocates the memory. Its contents are undefined."""
-        self.memory, self._dropped = self._device.arena(self.nbytes), False
+        self.memory, self._dropped = self.device.arena(self.nbytes), False
 
     def pin(self) -> None:
         """Page-locks the memory, if this backing store is pinned."""
         if self._pinned and self.memory is not None:
-            self._device.pin(self.memory)
+            self.device.pin(self.memory)
 
     def size(self, path: str) -> int:
         """Bytes of block ``path``, including alignment."""
@@ -91,12 +91,12 @@ class BackingStore:
 
     def ready(self, path: str) -> bool:
         """Whether a copy of block ``path``, whose read was begun, would wait for earlier copies only."""
-        return path not in self._reads or self._device.reached(self._reads[path].marks)
+        return path not in self._reads or self.device.reached(self._reads[path].marks)
 
     def copy(self, path: str, target: torch.Tensor) -> Marks:
         """Queues the copy of block ``path`` into ``target`` on the device. The host waits for the block's read; if the memory is
         pageable, for the copy too."""
-        source, device = self._source(path), self._device
+        source, device = self._source(path), self.device
         start = device.mark("copy")
         device.copy(target, source)
         return start, device.mark("copy")
@@ -118,7 +118,7 @@ class BackingStore:
 
     def _read(self, path: str, buffer: torch.Tensor, number: int = 0, after: Sequence[Mark] = ()) -> None:
         """Begins the read of block ``path`` into ``buffer`` in the background, behind reads begun before and marks ``after``."""
-        found, device = _BlockRead(buffer, number), self._device
+        found, device = _BlockRead(buffer, number), self.device
 
         def job() -> None:
             if self._dropped:
@@ -166,7 +166,7 @@ class Arena(BackingStore):
         self.pending.extend(self._layouts)
         if not self._pinned or self.memory is None:
             return
-        found, device = _BlockRead(self.memory, 0), self._device
+        found, device = _BlockRead(self.memory, 0), self.device
 
         def job() -> None:
             self.pin()
@@ -180,18 +180,18 @@ class Arena(BackingStore):
         path = self.pending.popleft()
         self._read(path, self.block(path))
         if not self.pending:
-            self._device.background(self._writer.close)
+            self.device.background(self._writer.close)
 
     def request(self, path: str) -> bool:
         """As `BackingStore.request`: also begins the slot's reads before that of block ``path``."""
         while path in self.pending:
             (self.begin_next if self.paced is None else self.paced.begin_next)()
         awaited = [found for found in (self._locking, self._reads.get(path)) if found is not None]
-        return all(self._device.queues_behind(found.marks) for found in awaited)
+        return all(self.device.queues_behind(found.marks) for found in awaited)
 
     def ready(self, path: str) -> bool:
         """As `BackingStore.ready`; False before the read was begun."""
-        locked = self._locking is None or self._device.reached(self._locking.marks)
+        locked = self._locking is None or self.device.reached(self._locking.marks)
         return locked and path not in self.pending and super().ready(path)
 
     def wait_read(self, path: str, stream: Stream) -> None:
@@ -199,13 +199,13 @@ class Arena(BackingStore):
         self.request(path)
         if path in self._reads:
             self._reads[path].join()
-            self._device.wait(stream, self._reads[path].marks[1])
+            self.device.wait(stream, self._reads[path].marks[1])
 
     def _source(self, path: str) -> torch.Tensor:
         self.wait_read(path, "copy")
         if self._locking is not None:
             self._locking.join()
-            self._device.wait("copy", self._locking.marks[-1])
+            self.device.wait("copy", self._locking.marks[-1])
             self._locking = None
         return self.block(path)
 
@@ -250,7 +250,7 @@ class Disk(BackingStore):
             after = [self._copied.pop(number) for number in slot.released if number in self._copied]
             self._read(path, self.memory[slot.offset : slot.offset + self.size(path)], self._placements, after)
             self._placements += 1
-        return self._device.queues_behind(self._reads[path].marks)
+        return self.device.queues_behind(self._reads[path].marks)
 
     def copy(self, path: str, target: torch.Tensor) -> Marks:
         marks = super().copy(path, target)
@@ -265,7 +265,7 @@ class Disk(BackingStore):
         found = self._reads[path]
         found.join()
         self._finished.append((path, found.nbytes, (found.marks[0], found.marks[1])))
-        self._device.wait("copy", found.marks[1])
+        self.device.wait("copy", found.marks[1])
         return found.buffer
 
     def drop(self) -> None:

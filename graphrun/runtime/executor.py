@@ -95,11 +95,17 @@ class Session:
         names, problem, plan = dict(solution.plan.variants), solution.problem, solution.plan
         chosen = {c.name: v for c in problem.components for v in c.variants if names.get(c.name, v.name) == v.name}
         slowdowns = {name: variant.slowdown for name, variant in chosen.items() if variant.device == "cpu"}
+        if len(device.helpers) < len(problem.helpers):
+            raise PlanError(f"the plan is for {len(problem.helpers) + 1} devices, and {len(device.every)} were opened: plan again")
         self._simulation = solution.simulation
         self._setting = Setting(solution.chosen, plan, host, device, slowdowns, replan, handed_out)
         _refuse_drop(plan, host)
         self._begun = False
-        self._baseline_bytes = device.allocated_bytes
+        self._baseline_bytes = self._allocated_bytes
+
+    @property
+    def _allocated_bytes(self) -> int:
+        return sum(device.allocated_bytes for device in self._setting.device.every)
 
     def __enter__(self) -> Session:
         return self
@@ -119,12 +125,12 @@ class Session:
         if self._begun and not plan.again:
             raise PlanError("the plan is for one run: plan a session (runs above 1), or close this session and open a new one")
         if not self._begun:
-            self._baseline_bytes = device.allocated_bytes
+            self._baseline_bytes = self._allocated_bytes
             host.match_layout(problem)
             host.prepare({use.component for phase in problem.phases for use in phase.uses})
         reports = self._simulation.again if self._begun else self._simulation.slots
         now = replace(plan, slots=plan.again) if self._begun else plan
-        run = Run(self._setting, now, [report.peak_bytes for report in reports], progress)
+        run = Run(self._setting, now, [(report.peak_bytes, *report.helper_peaks) for report in reports], progress)
         self._begun = True
         try:
             return run.execute(work, keep=bool(plan.again))
@@ -134,9 +140,8 @@ class Session:
             self.close()
             failure = error_to_raise(error, device, run.where)
             gc.collect()
-            with contextlib.suppress(RuntimeError):
-                device.release_cached()
-            if (left_bytes := device.allocated_bytes - self._baseline_bytes) > 0:
+            self._release_cached()
+            if (left_bytes := self._allocated_bytes - self._baseline_bytes) > 0:
                 failure.add_note(f"{show_size(left_bytes)} stayed on the device: {leftovers(device, host.modules)}")
             if isinstance(failure, OutOfMemory):
                 run.annotate(failure)
@@ -150,8 +155,12 @@ class Session:
         self._setting.host.evict()
         self._setting.host.finish()
         self._begun = False
-        with contextlib.suppress(RuntimeError):
-            self._setting.device.release_cached()
+        self._release_cached()
+
+    def _release_cached(self) -> None:
+        for device in self._setting.device.every:
+            with contextlib.suppress(RuntimeError):
+                device.release_cached()
 
 
 def refuse_unfit(solution: Solution, graph: Graph) -> None:

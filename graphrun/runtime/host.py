@@ -54,7 +54,7 @@ class Host:
             str, tuple[torch.dtype, torch.dtype]
         ] = {}  # component -> (dtype in the graph, dtype in the plan), where they differ
         self.sources: tuple[dict[str, Any], ...] = ()  # where weights are read from
-        self._spool = spool or Spool()
+        self._spool, self._device = spool or Spool(), device
         self._variants: dict[str, Variant] = {}
         self._writers: dict[str, BlockWriter | None] = {}
         self._borrowed = ExitStack()
@@ -154,6 +154,9 @@ class Host:
         Called at the start of a run. Raises InputError when ``problem`` differs in anything else: graph, blocks or variants.
         """
         layout = _layout_key(problem)
+        for numbers in problem.components:
+            if (residency := self.residencies.get(numbers.name)) is not None:
+                residency.for_device(self._device.every[numbers.variants[0].helper])
         if layout != self._layout and not _differ_in_granularity_only(layout, self._layout):
             raise InputError("the host memory was built for another graph or other blocks; build it again for this problem")
         for numbers in problem.components:
@@ -172,7 +175,7 @@ class Host:
         if writer is not None and numbers.variants[0].backing_store == "disk":
             writer = self._spool.writer_for(module, numbers, writer)
         self.modules[numbers.name] = module
-        self.residencies[numbers.name] = Residency(module, numbers, device, writer)
+        self.residencies[numbers.name] = Residency(module, numbers, device.every[numbers.variants[0].helper], writer)
         self._variants[numbers.name] = numbers.variants[0]
         self._writers[numbers.name] = writer
 
@@ -182,8 +185,11 @@ _LayoutKey = tuple[str, dict[str, tuple[Granularity, tuple[BlockGroup, ...], Var
 
 def layout_of(numbers: ComponentNumbers) -> tuple[Granularity, tuple[BlockGroup, ...], Variant]:
     """What decides the layout of a component in memory. Fields of a variant that only concern compute and that `apply_choices`
-    changes are neutral."""
+    changes are neutral, and so is on which device it computes."""
     variant = replace(numbers.variants[0], slowdown=1.0, block_seconds=(), scratch_bytes=0, needs="")
+    if variant.helper:
+        variant = replace(variant, device="device")
+    variant = replace(variant, load_seconds=(), disk_seconds=(), read_seconds=(), streamable=True)
     return numbers.granularity, numbers.groups, variant
 
 

@@ -28,7 +28,7 @@ from graphrun.graph.graph import Graph
 from graphrun.model.choices import reorder, stages_of
 from graphrun.model.plan import Plan
 from graphrun.model.precomputed import shortened
-from graphrun.model.problem import PhaseNumbers, Problem
+from graphrun.model.problem import Helper, PhaseNumbers, Problem
 from graphrun.model.solution import Solution
 from graphrun.ops import Stages
 from graphrun.runtime.devices.device import Device
@@ -163,9 +163,11 @@ def remaining_problem(problem: Problem, plan: Plan, todo: Sequence[str], error: 
     """The problem of the stages ``todo``, with the variants that ``plan`` chose, corrected by what ``error`` measured: a smaller
     budget if the device has less memory than planned, else a larger activation in the phase that ran out of memory."""
     names, left = dict(plan.variants), set(todo)
-    components = tuple(c.held_as(names[c.name]) if c.name in names else c for c in problem.components)
-    budget_bytes, increase = problem.budget_bytes, dict[str, tuple[str, int]]()
-    if error.available_bytes < problem.effective_bytes:
+    components = tuple(c.held_as(names[c.name], anywhere=True) if c.name in names else c for c in problem.components)
+    budget_bytes, increase, helpers = problem.budget_bytes, dict[str, tuple[str, int]](), list(problem.helpers)
+    if error.helper:
+        helpers[error.helper - 1] = _less_of(helpers[error.helper - 1], error)
+    elif error.available_bytes < problem.effective_bytes:
         budget_bytes = error.available_bytes + problem.overhead_bytes
     else:
         increase = _increase(problem, error)
@@ -182,6 +184,7 @@ def remaining_problem(problem: Problem, plan: Plan, todo: Sequence[str], error: 
         values=tuple(value for value in problem.values if left & set(value.consumers)),
         precedence=None if problem.precedence is None else tuple(p for p in problem.precedence if left >= set(p)),
         runs=1,
+        helpers=tuple(helpers),
     )
     return replace(remaining, values=reorder(remaining).values)
 
@@ -191,9 +194,20 @@ def _increase(problem: Problem, error: OutOfMemory) -> dict[str, tuple[str, int]
     1/MIN_INCREASE_FRACTION of the budget."""
     if not error.phase:
         return {}
+    return {error.phase: (error.part, max(_missing_bytes(error), problem.effective_bytes // MIN_INCREASE_FRACTION, 1))}
+
+
+def _missing_bytes(error: OutOfMemory) -> int:
     wanted = re.search(r"[Tt]ried to allocate ([0-9.]+ ?[KMGT]?i?B)", str(error))  # the wording of torch and of sim
-    missing = error.peak_bytes + (parse_size(wanted[1]) if wanted else 0) - error.planned_bytes
-    return {error.phase: (error.part, max(missing, problem.effective_bytes // MIN_INCREASE_FRACTION, 1))}
+    return error.peak_bytes + (parse_size(wanted[1]) if wanted else 0) - error.planned_bytes
+
+
+def _less_of(helper: Helper, error: OutOfMemory) -> Helper:
+    """``helper`` with the memory that it was found to have, or where it has what was planned, less what a call needed beyond that:
+    its components go elsewhere where they do not fit."""
+    missing = max(_missing_bytes(error), helper.effective_bytes // MIN_INCREASE_FRACTION, 1)
+    least = min(error.available_bytes, helper.effective_bytes - missing)
+    return replace(helper, budget_bytes=max(0, helper.budget_bytes - helper.effective_bytes + least))
 
 
 def _increased(phase: PhaseNumbers, increase: Mapping[str, tuple[str, int]]) -> PhaseNumbers:

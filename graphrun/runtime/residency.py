@@ -108,6 +108,12 @@ class Residency:
         if writer is None and isinstance(self.backing_store, Arena):
             self._move_into_arena(self.backing_store, layouts)
 
+    def for_device(self, device: Device) -> None:
+        """Makes ``device`` the one that blocks are copied to. Call while none is loaded or read."""
+        if self.device is not device:
+            assert not self.loaded, f"{self.name} is on {self.device.torch_device}"
+            self.device = self.backing_store.device = device
+
     @property
     def loaded_bytes(self) -> int:
         """Bytes of the loaded blocks on the device."""

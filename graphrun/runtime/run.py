@@ -74,12 +74,13 @@ class Setting:
 
 
 class Run:
-    """One run with the slots of ``plan``. ``peaks``: planned peak bytes of each slot. ``progress`` is called at each call.
+    """One run with the slots of ``plan``. ``peaks``: planned peak bytes of each slot, by device. ``progress`` is called at each
+    call.
 
     No attribute holds a tensor: the traceback of an error may keep this object alive, and must not keep device memory with it.
     """
 
-    def __init__(self, setting: Setting, plan: Plan, peaks: Sequence[int], progress: Progress | None) -> None:
+    def __init__(self, setting: Setting, plan: Plan, peaks: Sequence[Sequence[int]], progress: Progress | None) -> None:
         self._setting, self._device, self._host = setting, setting.device, setting.host
         self._peaks, self._progress = peaks, progress
         self._recorder = EventRecorder(self._device)
@@ -89,7 +90,8 @@ class Run:
         self._open: OpenSlot | None = None
         self._follow(setting.problem, plan)
         self._before = self._tiers()  # bytes by memory tier
-        self._at_failure = (0, 0)  # peak bytes of the open slot, and bytes that this process could allocate in total
+        # of each device: peak bytes of the open slot, and bytes that this process could allocate in total
+        self._at_failure = [(0, 0)] * len(self._device.every)
 
     def _follow(self, problem: Problem, plan: Plan) -> None:
         self._problem, self._plan, self._cursor = problem, plan, SlotCursor(problem, plan)
@@ -109,9 +111,14 @@ class Run:
         # Tensors of other code, such as the caller's, are allocated on the device too. The reserve, which is not part of
         # `effective_bytes`, is for them.
         foreign_bytes = min(self._problem.reserve_bytes, self._before["device"]) + host.outside_bytes
-        with device.session(self._problem.effective_bytes + foreign_bytes), torch.no_grad():
+        with contextlib.ExitStack() as stack:
+            for helper, of in zip(device.helpers, self._problem.helpers, strict=False):
+                stack.enter_context(helper.session(of.effective_bytes))
+            stack.enter_context(device.session(self._problem.effective_bytes + foreign_bytes))
+            stack.enter_context(torch.no_grad())
             try:
-                device.barrier()
+                for each in reversed(device.every):
+                    each.barrier()
                 self._recorder.origin = device.mark("compute")
                 self._interceptor: CallInterceptor | None = CallInterceptor(
                     host.modules,
@@ -125,7 +132,7 @@ class Run:
                     outputs = self._work(work)
                 self._finish()
             except BaseException:
-                self._at_failure = device.peak_bytes, device.available_bytes
+                self._at_failure = [(each.peak_bytes, each.available_bytes) for each in device.every]
                 raise
             finally:
                 self._interceptor = None  # breaks a reference cycle that would keep the caller's objects alive
@@ -133,20 +140,21 @@ class Run:
             if not keep:
                 host.evict()
                 host.finish()
-            device.release_cached()
+            self._release_cached()
         output_bytes = setting.handed_out(outputs) if setting.handed_out is not None else 0
         after = self._tiers(output_bytes)
         if any(after[name] > before_bytes for name, before_bytes in self._before.items()):
             gc.collect()  # frees reference cycles that the ops' code made; only where needed, since it takes 0.1 s or more
-            device.release_cached()
+            self._release_cached()
             after = self._tiers(output_bytes)
         found = tuple(Tier(name, self._before[name], after_bytes) for name, after_bytes in after.items())
         for tier in found:
-            if tier.left_bytes and (tier.name == "device" or not keep):
-                on_device = f"on the device after the run: {leftovers(device, host.modules)}"
-                raise BrokenPlan(
-                    f"{show_size(tier.left_bytes)} stayed {on_device if tier.name == 'device' else f'in {tier.name} on the host'}"
-                )
+            if tier.left_bytes and tier.name.startswith("device"):
+                where = device.every[int(tier.name.removeprefix("device") or 0)]
+                held = leftovers(where, host.modules)
+                raise BrokenPlan(f"{show_size(tier.left_bytes)} stayed on the {tier.name} after the run: {held}")
+            if tier.left_bytes and not keep:
+                raise BrokenPlan(f"{show_size(tier.left_bytes)} stayed in {tier.name} on the host")
         return self._trace(self._slots, outputs=outputs, tiers=found, sources=host.sources)
 
     def finished(self, todo: Sequence[str]) -> Trace:
@@ -174,11 +182,14 @@ class Run:
         Raises OutOfMemory when the device has less memory than the remaining slots need.
         """
         after = self._open.index + 1 if self._open is not None else 0
-        available, needed = self._device.available_bytes, max(self._peaks[after:], default=0)
-        if available < needed:
-            raise OutOfMemory(
-                f"before {stage}, {show_size(available)} are available of the {show_size(needed)} that the plan needs"
-            )
+        for number, device in enumerate(self._device.every[: len(self._problem.helpers) + 1]):
+            available, needed = device.available_bytes, max((peaks[number] for peaks in self._peaks[after:]), default=0)
+            if available < needed:
+                self._at_failure[number] = device.peak_bytes, available
+                where = f" on {device.torch_device}" if number else ""
+                raise OutOfMemory(
+                    f"before {stage}, {show_size(available)} are available{where} of the {show_size(needed)} that the plan needs"
+                )
         self._advance(self._cursor.begin(stage))
 
     def _on_call(self, component: str, entry: str, proceed: Proceed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -189,8 +200,12 @@ class Run:
         self._report_progress()
         if component in self._host.casts:
             proceed = _cast(proceed, *self._host.casts[component])
-        on_cpu = component in self._setting.slowdowns
-        result = self._run_on_cpu(component, proceed, args, kwargs) if on_cpu else proceed(*args, **kwargs)
+        if component in self._setting.slowdowns:
+            result = self._run_on_cpu(component, proceed, args, kwargs)
+        elif (helper := self._variants[component].helper) > 0:
+            result = self._run_on_helper(self._device.every[helper], proceed, args, kwargs)
+        else:
+            result = proceed(*args, **kwargs)
         end = self._device.mark("compute")
         self._recorder.note("run", component, entry, 0, (start, end))
         if self._variants[component].precision in QUANTIZED and component not in self._measured:
@@ -209,7 +224,7 @@ class Run:
                 return self._cursor.enter(component)
         self._close()
         self._host.evict()
-        self._device.release_cached()
+        self._release_cached()
         solution = replan.plan_from(component, entry, args, kwargs, self._device.allocated_bytes)
         self._follow(solution.chosen, solution.plan)
         return self._cursor.enter(component)
@@ -241,12 +256,26 @@ class Run:
             self._interceptor.device = device
         return walk(result, lambda tensor: tensor.to(device))
 
+    def _run_on_helper(self, helper: Device, proceed: Proceed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the component on ``helper``: copies there what it gets from the device, once each, and what it returns back."""
+        assert self._interceptor is not None
+        device, there = self._device.torch_device, helper.torch_device
+        arguments = computing_on(there, *_moved((args, kwargs), device, there))
+        self._interceptor.device = there
+        try:
+            with helper.current():
+                result = proceed(*arguments[0], **arguments[1])
+        finally:
+            self._interceptor.device = device
+        return _moved(result, there, device)
+
     def annotate(self, error: OutOfMemory) -> None:
-        """Sets the fields of ``error``: the slot in which it happened, its planned bytes and its measured bytes."""
-        error.peak_bytes, error.available_bytes = self._at_failure
+        """Sets the fields of ``error``: the device and the slot in which it happened, its planned bytes and its measured bytes."""
+        error.helper = next((n for n, helper in enumerate(self._device.helpers, 1) if helper.refused(error)), 0)
+        error.peak_bytes, error.available_bytes = self._at_failure[error.helper]
         if self._open is not None:
             error.phase, error.part = self._open.slot.phase, self._open.slot.part
-            error.planned_bytes = self._peaks[self._open.index]
+            error.planned_bytes = self._peaks[self._open.index][error.helper]
 
     def _advance(self, indices: Sequence[int]) -> None:
         """Closes the open slot and opens the slots ``indices`` one after another."""
@@ -271,11 +300,16 @@ class Run:
         """Waits for copies under way, removes hooks and frees rings, also after a failure."""
         # A device in an error state cannot be synchronized. The original error is raised already.
         with contextlib.suppress(RuntimeError):
-            self._device.barrier()
+            for each in reversed(self._device.every):
+                each.barrier()
         if self._open is not None:
             self._open.release()
         self._values.release_originals()
         self._clear_memos()
+
+    def _release_cached(self) -> None:
+        for device in self._device.every:
+            device.release_cached()
 
     def _clear_memos(self) -> None:
         """Frees tensors that modules cache on the device (see `graphrun.modules.memos`)."""
@@ -285,9 +319,26 @@ class Run:
     def _tiers(self, output_bytes: int = 0) -> dict[str, int]:
         """Bytes in use by memory tier. On the device without loaded blocks, which a session keeps, and without ``output_bytes``,
         which the caller received."""
-        loaded_bytes = sum(residency.loaded_bytes for residency in self._host.residencies.values())
         found = self._device.tiers()
-        return {**found, "device": found["device"] - loaded_bytes - output_bytes}
+        found["device"] -= output_bytes
+        for number, device in enumerate(self._device.every):
+            own = (residency for residency in self._host.residencies.values() if residency.device is device)
+            found[f"device{number or ''}"] -= sum(residency.loaded_bytes for residency in own)
+        return found
+
+
+def _moved(value: Any, source: torch.device, target: torch.device) -> Any:
+    """``value`` with every tensor on ``source`` replaced by a copy on ``target``; one that is there twice is copied once."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device != source:
+            return tensor
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.to(target)
+        return copies[id(tensor)]
+
+    return walk(value, move)
 
 
 def _cast(proceed: Proceed, outside: torch.dtype, inside: torch.dtype) -> Proceed:

@@ -65,9 +65,10 @@ class OpenSlot:
                 for residency, path in self._blocks(action):
                     residency.evict(path)
                     recorder.note("evict", residency.name, path, residency.nbytes(path), (self._start, self._start))
-        if self.slot.part == "load":
-            device.release_cached()
-        device.reset_peak()
+        for each in device.every:
+            if self.slot.part == "load":
+                each.release_cached()
+            each.reset_peak()
         device.arenas.reset_peaks()
         for action in self.slot.actions:
             if isinstance(action, (Spill, Restore)):
@@ -86,7 +87,8 @@ class OpenSlot:
             if streaming.streamed or streaming.loads:
                 self._streamers[residency.name] = Streamer(residency, streaming, recorder, self._pace)
             self._stream_bytes += sum(n * residency.nbytes(path) for path, n in streaming.streamed)
-        device.wait("copy", device.mark("compute"))
+        for each in device.every:
+            each.wait("copy", each.mark("compute"))
         for streamer in self._streamers.values():
             streamer.open()
         # Late those whose backing store this slot reads: their blocks must be read before they are copied. Last those from pageable
@@ -128,8 +130,11 @@ class OpenSlot:
                 recorder.note(kind, name, path, nbytes, marks)
         for stream in ("copy", "disk", "lock"):
             device.wait("compute", device.mark(stream))
+        for helper in device.helpers:
+            device.wait("compute", helper.mark("copy"))
         end = device.mark("compute")
-        device.barrier()
+        for each in reversed(device.every):
+            each.barrier()
         self.release()
         self._values.release_originals()
         recorder.resolve_marks()
@@ -143,6 +148,7 @@ class OpenSlot:
             end_seconds=recorder.seconds(end),
             host_bytes=device.arenas.peak_bytes("arenas"),
             locked_bytes=device.arenas.peak_bytes("pinned"),
+            helper_peaks=tuple(helper.peak_bytes for helper in device.helpers),
         )
 
     def release(self) -> None:
@@ -207,4 +213,4 @@ class OpenSlot:
         residency, path = self._prefetch.popleft()
         self._prefetched_bytes += residency.nbytes(path)
         marks = residency.load(path)
-        self._recorder.note("load", residency.name, path, residency.nbytes(path), marks)
+        self._recorder.note("load", residency.name, path, residency.nbytes(path), marks, residency.device)

@@ -130,7 +130,7 @@ class Streamer:
     def _load(self, path: str) -> None:
         """Issues the copy of a block that the slot loads and keeps."""
         marks = self._residency.load(path)
-        self._recorder.note("load", self._residency.name, path, self._residency.nbytes(path), marks)
+        self._recorder.note("load", self._residency.name, path, self._residency.nbytes(path), marks, self._device)
 
     def _load_next(self) -> None:
         self._load(self._loads.popleft()[1])

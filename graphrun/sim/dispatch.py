@@ -91,7 +91,7 @@ def dispatch(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[st
     on_host = False
     if kwargs:
         on_host = _options(kwargs, options, tensors)
-    machine = _machine(traits, args, tensors)
+    machine = _machine(traits, args, tensors, None if on_host else (kwargs or {}).get("device"))
     hollow = machine.hollow_bytes is not None and any(r.nbytes > machine.hollow_bytes for r in raws if isinstance(r, torch.Tensor))
     out = uninitialized(func, raws, options) if hollow and not traits.views else func(*raws, **options)
     if traits.written:
@@ -118,7 +118,7 @@ def _report(machine: Any, traits: Traits, tensors: Sequence[Any], out: Any) -> N
     results = [each for each in (out if isinstance(out, (list, tuple)) else (out,)) if type(each) is SimTensor]
     written = {id(each) for each in results}
     read = [tensor.raw if type(tensor) is SimTensor else tensor for tensor in tensors if id(tensor) not in written]
-    machine.ordering.operator(traits.name, machine.clock.current, read, [each.raw for each in results])
+    machine.ordering.operator(traits.name, machine.agent(), read, [each.raw for each in results])
 
 
 def uninitialized(func: Any, raws: Sequence[Any], options: Mapping[str, Any]) -> Any:
@@ -164,8 +164,9 @@ def _options(kwargs: Mapping[str, Any], options: dict[str, Any], tensors: list[A
     return on_host
 
 
-def _machine(traits: Traits, args: Sequence[Any], tensors: list[Any]) -> Any:
-    """The machine that all of ``tensors`` are on; raises RuntimeError, as CUDA does, if tensors are on different devices.
+def _machine(traits: Traits, args: Sequence[Any], tensors: list[Any], device: Any) -> Any:
+    """The machine that all of ``tensors`` are on, without any that of ``device``; raises RuntimeError, as CUDA does, if tensors are
+    on different devices.
 
     Allowed on the CPU, as on CUDA: 0-dim tensors that are not written, and index tensors.
     """
@@ -176,18 +177,23 @@ def _machine(traits: Traits, args: Sequence[Any], tensors: list[Any]) -> Any:
             found = tensor.allocation.machine
             if machine is None:
                 machine = found
-            elif machine is not found:
+            elif machine is not found and found not in machine.machines:
                 raise RuntimeError(f"expected sim tensors of one machine, found two machines (op {traits.name})")
+            elif machine is not found:
+                raise _apart(traits, machine.name, found.name)
         elif (traits.written and tensor is args[0]) or (tensor.dim() and not _is_index(traits, args, tensor)):
             stray = tensor
     if machine is None:
-        return active_machine()
+        return active_machine(device)
     if stray is not None:
-        raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, sim:0 and {stray.device}! "
-            f"(op {traits.name})"
-        )
+        raise _apart(traits, machine.name, stray.device)
     return machine
+
+
+def _apart(traits: Traits, one: Any, other: Any) -> RuntimeError:
+    return RuntimeError(
+        f"Expected all tensors to be on the same device, but found at least two devices, {one} and {other}! (op {traits.name})"
+    )
 
 
 def _is_index(traits: Traits, args: Sequence[Any], tensor: torch.Tensor) -> bool:

@@ -72,6 +72,10 @@ class Ledger:
     """Counters of allocated and peak bytes, with refusals. Each storage is rounded up to ``BLOCK_BYTES``. ``pages``: what counts
     against the capacity, and for the peak, is what it reserves."""
 
+    name = "sim:0"
+    """Of the device, in messages."""
+    first_key = 0
+    """Keys of storages are above this number; those of several machines do not overlap."""
     allocated_bytes = 0
     """Bytes of all live storages."""
     peak_bytes = 0
@@ -119,12 +123,14 @@ class Ledger:
         wanted = sum(sizes)
         if self._fail_in is not None and sum(map(bool, sizes)) >= self._fail_in:
             self._fail_in = None
-            raise SimulatedOutOfMemory(f"sim out of memory: injected fault, allocating {show_size(wanted)} ({wanted} bytes)")
+            raise SimulatedOutOfMemory(
+                f"sim out of memory: injected fault, allocating {show_size(wanted)} ({wanted} bytes) on {self.name}"
+            )
         capacity_bytes = self._capacity_bytes
         if capacity_bytes is not None and wanted and self._used_bytes_with(sizes, capacity_bytes) > capacity_bytes:
             free = capacity_bytes - self.allocated_bytes
             raise SimulatedOutOfMemory(
-                f"sim out of memory. Tried to allocate {show_size(wanted)} ({wanted} bytes). sim:0 has a capacity of "
+                f"sim out of memory. Tried to allocate {show_size(wanted)} ({wanted} bytes). {self.name} has a capacity of "
                 f"{show_size(capacity_bytes)}, of which {show_size(max(free, 0))} ({free} bytes) is free "
                 f"and {show_size(self.allocated_bytes)} in {len(self._storages)} storages is allocated"
             )
@@ -169,7 +175,8 @@ class Ledger:
             return 0
         if self._fail_in is not None:
             self._fail_in -= 1
-        self.allocations = key = self.allocations + 1
+        self.allocations += 1
+        key = self.first_key + self.allocations
         self._storages[key] = (size, shape, dtype)
         self.allocated_bytes += size
         if self.pages is not None:

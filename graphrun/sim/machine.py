@@ -17,7 +17,7 @@ import torch
 from graphrun.sim.active import active
 from graphrun.sim.clock import Clock, Stream
 from graphrun.sim.ledger import Ledger, Pages, positive
-from graphrun.sim.ordering import Ordering
+from graphrun.sim.ordering import Agent, Ordering
 from graphrun.sim.register import register
 from graphrun.units import show_size
 
@@ -42,6 +42,9 @@ class Machine(Ledger):
     Operators count on the machine that holds their inputs, also after the context was left; only new tensors need the
     context. Raises InputError for a size or rate that is not positive, GraphrunError if the backend cannot be registered.
 
+    ``beside``: a machine of the same host. This one is its next device, ``sim:1`` and so on; the context of the first makes all of
+    them active. Operators compute on one device; copies between two take the rate of the slower one.
+
     ``check_ordering``: whether data races are looked for (`ordering`); None takes the class attribute. ``pages``: memory counts as
     this model of an allocator reserves it.
     """
@@ -63,6 +66,7 @@ class Machine(Ledger):
         launch_seconds: float = 0.0,
         copy_start_seconds: float = 0.0,
         page_lock_seconds: float = 0.0,
+        beside: Machine | None = None,
     ) -> None:
         register()
         super().__init__(capacity_bytes, fail_allocation, pages)
@@ -72,11 +76,21 @@ class Machine(Ledger):
         self.disk_bytes_per_second = positive("disk_bytes_per_second", disk_bytes_per_second)
         self.flops_per_second = positive("flops_per_second", flops_per_second)
         self.fail_copy = fail_copy
-        self.device = torch.device("sim:0")
-        self.clock = Clock(launch_seconds, copy_start_seconds)
+        self.machines: list[Machine] = [] if beside is None else beside.machines  # all of the host
+        self.machines.append(self)
+        number = len(self.machines) - 1
+        self.first_key = number << 40
+        self.device = torch.device("sim", number)
+        self.name = str(self.device)
+        self.clock: Clock = Clock(launch_seconds, copy_start_seconds, None if beside is None else beside.clock)
         self._page_lock_seconds = page_lock_seconds
-        self.ordering = Ordering() if (self.check_ordering if check_ordering is None else check_ordering) else None
+        if beside is None:
+            self.ordering = Ordering() if (self.check_ordering if check_ordering is None else check_ordering) else None
+        else:
+            self.ordering = beside.ordering
+        self._agents = dict[str, Agent]() if self.ordering is None else self.ordering.agents(number)
         self.copies_in = self.copies_out = self.bytes_in = self.bytes_out = self.bytes_read = self.charge_flops = 0
+        self.bytes_across = 0
         self.hollow_bytes: int | None = None
         self._token: Token[Any] | None = None
 
@@ -85,6 +99,10 @@ class Machine(Ledger):
         super().release(key, size)
         if self.ordering is not None:
             self.ordering.freed(key, size)
+
+    def agent(self, stream: Stream | None = None) -> Agent:
+        """What the ordering checker calls ``stream``; None: the current one."""
+        return self._agents[stream or self.clock.current]
 
     # -- copies and work
 
@@ -118,6 +136,13 @@ class Machine(Ledger):
         self.bytes_out += nbytes
         return self._copy(nbytes, self.d2h_bytes_per_second, non_blocking, pageable)
 
+    def copy_across(self, nbytes: int, other: Machine) -> None:
+        """Counts and charges a copy of ``nbytes`` to ``other``. Raises SimulatedCopyError for an injected fault."""
+        self._maybe_fail(nbytes, "from")
+        other._maybe_fail(nbytes, "to")
+        self.bytes_across += nbytes
+        self.clock.cross(other.clock, nbytes / min(self.d2h_bytes_per_second, other.h2d_bytes_per_second))
+
     def _copy(self, nbytes: int, bytes_per_second: float, non_blocking: bool, pageable: bool) -> bool:
         bytes_per_second = min(bytes_per_second, self.pageable_bytes_per_second) if pageable else bytes_per_second
         return self.clock.copy(nbytes / bytes_per_second, non_blocking, pageable)
@@ -138,7 +163,9 @@ class Machine(Ledger):
         self._fail_copy_in -= 1
         if self._fail_copy_in == 0:
             self._fail_copy_in = None
-            raise SimulatedCopyError(f"sim: injected fault in a copy of {show_size(nbytes)} ({nbytes} bytes) {direction} sim:0")
+            raise SimulatedCopyError(
+                f"sim: injected fault in a copy of {show_size(nbytes)} ({nbytes} bytes) {direction} {self.name}"
+            )
 
     def charge(self, flops: int) -> None:
         """Counts ``flops`` and charges them to the current stream."""
@@ -160,25 +187,25 @@ class Machine(Ledger):
     def record(self, stream: Stream = "compute") -> float:
         """An event: the time at which all work issued to ``stream`` so far is finished."""
         seconds = self.clock.record(stream)
-        return seconds if self.ordering is None else self.ordering.mark(stream, seconds)
+        return seconds if self.ordering is None else self.ordering.mark(self.agent(stream), seconds)
 
     def wait(self, stream: Stream, event: float) -> None:
         """Work issued to ``stream`` from now on starts after ``event``."""
         self.clock.wait(stream, event)
         if self.ordering is not None:
-            self.ordering.wait(stream, event)
+            self.ordering.wait(self.agent(stream), event)
 
     def synchronize(self) -> None:
         """The host waits for all timelines; they all continue from the latest time."""
         self.clock.synchronize()
         if self.ordering is not None:
-            self.ordering.barrier()
+            self.ordering.barrier(self.agent("compute"), self.agent("copy"))
 
     def join(self, stream: Stream) -> None:
         """The host waits for what was issued to ``stream`` so far."""
         self.clock.join(stream)
         if self.ordering is not None:
-            self.ordering.join(stream)
+            self.ordering.join(self.agent(stream))
 
     # -- being the active machine
 

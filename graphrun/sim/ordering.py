@@ -23,18 +23,19 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphrun.errors import GraphrunError
 
-Agent = Literal["host", "disk", "compute", "copy"]
-AGENTS: tuple[Agent, ...] = ("host", "disk", "compute", "copy")
+Agent = str
+"""``host``, ``disk``, ``lock`` (threads of the host), ``compute`` and ``copy``; of further devices ``compute 1`` and so on."""
 Clock = dict[str, int]
 Spans = tuple[tuple[int, int], ...]  # byte ranges of a storage, ascending, apart from each other
 
@@ -81,7 +82,7 @@ class Race(NamedTuple):
 
 
 class Ordering:
-    """Vector clocks of the agents of one simulated device, and the accesses that later ones may still race with.
+    """Vector clocks of the agents of the simulated devices of a host, and the accesses that later ones may still race with.
 
     ``races``: found since `raise_races` was last called.
     """
@@ -89,12 +90,18 @@ class Ordering:
     def __init__(self) -> None:
         self.races: list[Race] = []
         self._slot = self._block = ""
-        self._clocks: dict[Agent, Clock] = {agent: dict.fromkeys(AGENTS, 0) for agent in AGENTS}
+        self._clocks: dict[Agent, Clock] = {"host": Counter(), "disk": Counter()}
         self._accesses: dict[Any, list[Access]] = {}  # storage -> accesses
         self._owners: dict[int, Agent] = {}  # device storage -> the stream it was allocated on
         self._host_storages: dict[int, weakref.finalize] = {}  # type: ignore[type-arg]
         self._inside: Agent = "host"  # the agent that Python code runs as: the disk reader in a background job
         self._reported: set[tuple[str, str]] = set()
+
+    def agents(self, number: int) -> dict[str, Agent]:
+        """Agents of the streams of device ``number``, and of the threads of the host."""
+        names = {stream: f"{stream} {number}" if number else stream for stream in ("compute", "copy")}
+        self._clocks |= {agent: Counter() for agent in names.values()}
+        return {**names, "disk": "disk", "lock": "lock"}
 
     def annotate(self, slot: str | None, block: str | None) -> None:
         """The slot that the executor is in, and the block that the next copies are of, for messages."""
@@ -105,7 +112,7 @@ class Ordering:
 
     def issue(self, stream: str) -> Clock:
         """The clock of a new event on ``stream``, behind everything that the code issuing it knows."""
-        clock = self._clocks[stream]  # type: ignore[index]
+        clock = self._clocks[stream]
         _join(clock, self._clocks[self._inside])
         clock[stream] += 1
         return clock
@@ -113,21 +120,21 @@ class Ordering:
     def mark(self, stream: str, seconds: float) -> Point:
         """A mark on ``stream``; one of a thread of the host orders nothing."""
         point = Point(seconds)
-        point.before = dict(self.issue(stream)) if stream in ("compute", "copy") else {}
+        point.before = dict(self.issue(stream)) if stream not in ("disk", "lock") else {}
         return point
 
     def wait(self, stream: str, mark: float) -> None:
         """What is issued to ``stream`` from now on follows ``mark``. The disk reader waits as the host does, by itself."""
-        _join(self._clocks[stream], getattr(mark, "before", {}))  # type: ignore[index]
+        _join(self._clocks[stream], getattr(mark, "before", {}))
 
     def join(self, stream: str) -> None:
         """The host waited for what was issued to ``stream``."""
-        _join(self._clocks[self._inside], self._clocks[stream])  # type: ignore[index]
+        _join(self._clocks[self._inside], self._clocks[stream])
 
-    def barrier(self) -> None:
-        """The host waited for both streams: what they and the host did can race with nothing any more."""
-        self.join("compute")
-        self.join("copy")
+    def barrier(self, *streams: Agent) -> None:
+        """The host waited for ``streams``: what they and the host did can race with nothing any more."""
+        for stream in streams:
+            self.join(stream)
         for storage, accesses in list(self._accesses.items()):
             left = [access for access in accesses if not self._known_to_all(access)]
             if left:
@@ -175,10 +182,19 @@ class Ordering:
         if blocking:
             self.join(stream)
 
+    def crossed(self, stream: Agent, other: Agent, target: torch.Tensor, source: torch.Tensor) -> None:
+        """A copy between raw tensors of two devices, which PyTorch issues to the current stream of the source and orders with that
+        of the target before and after it (``copy_kernel_cuda`` in aten/native/cuda/Copy.cu)."""
+        _join(self._clocks[stream], self.issue(other))
+        self.issue(stream)
+        self._touch(source, stream, False, "copy between devices")
+        self._touch(target, stream, True, "copy between devices")
+        _join(self._clocks[other], self._clocks[stream])
+
     def allocated(self, key: int, nbytes: int, stream: str) -> None:
         """Storage ``key`` was allocated on ``stream``."""
         self.issue(stream)
-        self._owners[key] = stream  # type: ignore[assignment]
+        self._owners[key] = stream
         self._note(key, f"device storage {key}", stream, True, ((0, nbytes),), "allocation")
 
     def freed(self, key: int, nbytes: int) -> None:
@@ -241,8 +257,8 @@ class Ordering:
     def _note(self, storage: Any, name: str, agent: str, writes: bool, spans: Spans, what: str) -> None:
         if not spans:
             return
-        clock = self._clocks[agent]  # type: ignore[index]
-        access = Access(agent, clock[agent], writes, spans, what, _code(), self._slot)  # type: ignore[arg-type]
+        clock = self._clocks[agent]
+        access = Access(agent, clock[agent], writes, spans, what, _code(), self._slot)
         kept = []
         for earlier in self._accesses.get(storage, ()):
             ordered = clock[earlier.agent] >= earlier.time
@@ -260,7 +276,7 @@ class Ordering:
 
     def _known_to_all(self, access: Access) -> bool:
         """Whether every agent is behind ``access``, the disk reader too: its next job begins behind what the host knows."""
-        return access.agent != "disk" or self._clocks["host"]["disk"] >= access.time
+        return self._clocks["host"][access.agent] >= access.time
 
 
 class _HostOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -69,8 +69,9 @@ class DeviceModule:
         return False
 
     def device_count(self) -> int:
-        """One."""
-        return 1
+        """Of the active machine; one without."""
+        machine = active.get()
+        return 1 if machine is None else len(machine.machines)
 
     def current_device(self) -> int:
         """Zero."""
@@ -113,7 +114,7 @@ class DeviceModule:
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         """(free, capacity) of the active machine; without a limit both are 2**62."""
-        machine = active_machine()
+        machine = active_machine(device)
         capacity = 2**62 if machine.capacity_bytes is None else machine.capacity_bytes
         return capacity - machine.allocated_bytes, capacity
 

@@ -30,9 +30,9 @@ INDEXING = frozenset(
 
 def _new(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``empty(size)`` and ``empty_strided(size, stride)``: refused before the host allocates anything."""
-    machine = active_machine()
+    machine = active_machine(kwargs.get("device"))
     if kwargs.get("pin_memory"):
-        raise RuntimeError("only tensors on the CPU can be pinned, not on sim:0")
+        raise RuntimeError(f"only tensors on the CPU can be pinned, not on {machine.name}")
     size = args[0]
     elements = prod(size) if len(args) == 1 else _extent(size, args[1])
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
@@ -54,7 +54,9 @@ def _to_copy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     to_sim = kind == "sim"
     raw = source.raw if from_sim else source
     nbytes = raw.numel() * (options.get("dtype") or raw.dtype).itemsize
-    machine = source.allocation.machine if from_sim else active_machine()
+    machine = source.allocation.machine if from_sim else active_machine(target)
+    if from_sim and to_sim and target is not None and (other := active_machine(target)) is not machine:
+        return _across(func, raw, options, nbytes, machine, other)
     non_blocking = bool(kwargs.get("non_blocking"))
     if not to_sim:
         options["device"] = target
@@ -71,9 +73,20 @@ def _to_copy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     made = wrap(copied, machine) if to_sim else copied
     if machine.ordering is not None and kind != "meta":
         if from_sim and to_sim:
-            machine.ordering.operator("aten::_to_copy", machine.clock.current, (raw,), (copied,))
+            machine.ordering.operator("aten::_to_copy", machine.agent(), (raw,), (copied,))
         else:
-            machine.ordering.copied(machine.clock.current, copied, raw, waits)
+            machine.ordering.copied(machine.agent(), copied, raw, waits)
+    return made
+
+
+def _across(func: Any, raw: torch.Tensor, options: Mapping[str, Any], nbytes: int, machine: Any, other: Any) -> Any:
+    """A copy of ``raw``, which is on ``machine``, on the machine ``other``."""
+    other.admit((rounded(nbytes),))
+    machine.copy_across(nbytes, other)
+    copied = func(raw, **options)
+    made = wrap(copied, other)
+    if machine.ordering is not None:
+        machine.ordering.crossed(machine.agent(), other.agent(), copied, raw)
     return made
 
 
@@ -107,15 +120,19 @@ def _copy(destination: Any, source: Any, non_blocking: bool = False) -> Any:
         waits = machine.copy_in(nbytes, non_blocking, pageable=not page_locked(source))
     elif from_ and not into:
         waits = machine.copy_out(nbytes, non_blocking, pageable=not page_locked(destination))
+    elif (origin_machine := source.allocation.machine) is not machine:
+        origin_machine.copy_across(nbytes, machine)
     else:
         machine.clock.launch()
     target, origin = destination.raw if into else destination, source.raw if from_ else source
     target.copy_(origin)
     if machine.ordering is not None:
-        if into and from_:
-            machine.ordering.operator("aten::copy_", machine.clock.current, (origin,), (target,))
+        if into and from_ and source.allocation.machine is not machine:
+            machine.ordering.crossed(source.allocation.machine.agent(), machine.agent(), target, origin)
+        elif into and from_:
+            machine.ordering.operator("aten::copy_", machine.agent(), (origin,), (target,))
         else:
-            machine.ordering.copied(machine.clock.current, target, origin, waits)
+            machine.ordering.copied(machine.agent(), target, origin, waits)
     return destination
 
 
@@ -125,8 +142,8 @@ def _item(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     machine = args[0].allocation.machine
     machine.copy_out(raw.dtype.itemsize)
     if machine.ordering is not None:
-        machine.ordering.operator("aten::item", machine.clock.current, (raw,), ())
-        machine.ordering.join(machine.clock.current)
+        machine.ordering.operator("aten::item", machine.agent(), (raw,), ())
+        machine.ordering.join(machine.agent())
     return func(raw)
 
 

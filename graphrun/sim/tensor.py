@@ -33,8 +33,8 @@ class SimTensor(torch.Tensor):
         machine = self.allocation.machine
         machine.copy_out(self.raw.numel() * self.raw.dtype.itemsize)
         if machine.ordering is not None:
-            machine.ordering.operator("tolist", machine.clock.current, (self.raw,), ())
-            machine.ordering.join(machine.clock.current)
+            machine.ordering.operator("tolist", machine.agent(), (self.raw,), ())
+            machine.ordering.join(machine.agent())
         return self.raw.tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -147,7 +147,7 @@ def replace(tensor: Any, other: Any) -> None:
 def _enter(machine: Any, size: int, raw: torch.Tensor) -> int:
     key: int = machine.enter(size, raw.shape, raw.dtype)
     if machine.ordering is not None and size:
-        machine.ordering.allocated(key, size, machine.clock.current)
+        machine.ordering.allocated(key, size, machine.agent())
     return key
 
 

@@ -38,7 +38,7 @@ _Proposal = tuple[str, tuple[tuple[str, str], ...], Problem, bool]
 
 def _proposals(problem: Problem) -> Iterator[_Proposal]:
     capacity = problem.hardware.capacity_bytes
-    if problem.budget_bytes < capacity and problem.hardware.device != "sim":
+    if problem.budget_bytes < capacity and problem.hardware.device != "sim" and not problem.helpers:
         yield "all of the card", (("--vram", str(capacity)),), replace(problem, budget_bytes=capacity), False
     if (ram := _ample_ram(problem)) > problem.ram_bytes:
         yield "RAM for all weights", (("--ram", str(ram)),), replace(problem, ram_bytes=ram), False

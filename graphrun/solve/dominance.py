@@ -37,7 +37,7 @@ def _dominates(component: ComponentNumbers, one: int, other: int, binds: list[bo
     """Whether variant ``one`` is no worse than ``other`` in anything. ``binds``: whether RAM, page-locked RAM and disk can bind.
     Callers test the last variant first, so that the earlier of two equal ones stays."""
     a, b = component.variants[one], component.variants[other]
-    if (a.device == "cpu") != (b.device == "cpu") or (b.read_seconds == () and a.read_seconds != () and a.backing_store != "disk"):
+    if a.device != b.device or (b.read_seconds == () and a.read_seconds != () and a.backing_store != "disk"):
         return False
     flags = [(b.movable, a.movable), *zip(streamable_groups(component, other), streamable_groups(component, one), strict=True)]
     if any(needed and not offered for needed, offered in flags):
@@ -106,6 +106,8 @@ def only_blocks_to_choose(problem: Problem) -> bool:
         return False
     only = restrict_variants(problem, tuple(usable(problem, number)[0] for number in range(len(problem.components))))
     variants = [component.variants[0] for component in only.components]
+    if any(variant.helper for variant in variants):
+        return False
     if problem.runs > 1 and not all(variant.movable for variant in variants):
         return False
     return not any(variant.read_seconds for variant in variants) and not program_of(problem).spill_gaps

@@ -76,7 +76,7 @@ class Formulation:
             seconds.append(interval.weight * self._time(t, copies))
             used = self._device_use(t, rings)
             model.add(used + self._margin("device", t) / self.bytes_unit <= MEMORY_SCALE, used <= self.peak)
-            occupied.append(used * 1e-3 / len(intervals))
+            occupied += [of * (1e-3 / len(intervals)) for of in (used, *self._add_helpers(t))]
             for group, copied in zip(program.groups, copies, strict=True):
                 moved.append(copied * (interval.weight * (group.block_bytes / self.bytes_unit)))
                 copying.append(copied * (interval.weight * (group.load_seconds / self.seconds_unit)))
@@ -236,7 +236,10 @@ class Formulation:
             for of, read in zip(program.variant_choices, self._reads, strict=True)
             if t in read and of.read_seconds
         ]
-        model.add(time >= total([*overlapped, *on_cpu]), time >= total([*load, *spills]))
+        links = [[of for of, group in zip(load, program.groups, strict=True) if group.helper == n] for n in (0, *program.helpers)]
+        model.add(time >= total([*overlapped, *on_cpu]), time >= total([*links[0], *spills]))
+        for to_helper in filter(None, links[1:]):
+            model.add(time >= total(to_helper))
         if reads or any(group.disk_seconds for group in program.groups):
             model.add(time >= total([*disk, *reads]))
         for number, of in enumerate(program.variant_choices):
@@ -277,7 +280,8 @@ class Formulation:
         program, model, interval = self.program, self.model, self.program.intervals[t]
         used: list[Linear] = []
         for group, present, loaded in zip(program.groups, self.present[t], self.loaded[t], strict=True):
-            used.append((present + loaded) * (group.held_bytes / self.bytes_unit))
+            if not group.helper:
+                used.append((present + loaded) * (group.held_bytes / self.bytes_unit))
         for members in streams.values():
             largest, beside = model.column(), model.column()
             used += [largest, beside]
@@ -289,6 +293,24 @@ class Formulation:
         gaps = zip(program.spill_gaps, self._spills, strict=True)
         absent = [spilled * -float(gap.nbytes) for gap, spilled in gaps if gap.absent(t)]
         return total([*used, (total([on_device, *absent]) + interval.fixed_bytes) / self.bytes_unit])
+
+    def _add_helpers(self, t: int) -> list[Linear]:
+        """Adds the rows of the helpers' memory in interval ``t``; returns what each of them holds, scaled by its budget."""
+        program, model, found = self.program, self.model, list[Linear]()
+        pairs = list(zip(program.groups, self.present[t], self.loaded[t], strict=True))
+        for number, helper in enumerate(program.problem.helpers, 1):
+            unit = max(1, helper.effective_bytes) / MEMORY_SCALE
+            used = [(present + loaded) * (group.held_bytes / unit) for group, present, loaded in pairs if group.helper == number]
+            nbytes = enumerate(program.intervals[t].helper_bytes)
+            own = [self.chosen[n] * (of / unit) for n, of in nbytes if of and program.variant_choices[n].variant.helper == number]
+            if own:
+                most = model.column()
+                model.add(*(most >= of for of in own))
+                used.append(most)
+            found.append(total(used))
+            if used:
+                model.add(found[-1] + self._margin(f"helper {number}", t) / unit <= helper.effective_bytes / unit)
+        return found
 
     def _activation(self, t: int) -> tuple[Linear, Linear]:
         """Bytes of activation in interval ``t``: on the device, and on the host."""
@@ -310,19 +332,23 @@ class Formulation:
 
     def _shared_activation(self, nbytes: int, entered: list[list[int]], glue_bytes: int) -> tuple[Linear, Linear]:
         """`_activation` of several components, some with more than one variant. z: any of them computes on the device; then the
-        activation is at least ``nbytes`` plus the largest scratch."""
+        activation is at least ``nbytes`` plus the largest scratch. It is on the host where none computes there or on a helper."""
         model, unit = self.model, self.bytes_unit
         activation, z = model.column(), model.column(upper=1.0)
         pairs = [[(self.program.variant_choices[n], self.chosen[n]) for n in of] for of in entered]
-        on_device = [total(y for of, y in each if of.computes) for each in pairs]
+        on_device = [total(y for of, y in each if of.variant.device == "device") for each in pairs]
         model.add(z <= total(on_device))
         for each, here in zip(pairs, on_device, strict=True):
-            scratch = [y * (float(of.variant.scratch_bytes) / unit) for of, y in each if of.computes]
+            scratch = [y * (float(of.variant.scratch_bytes) / unit) for of, y in each if of.variant.device == "device"]
             model.add(z >= here, activation >= total([z * ((nbytes - glue_bytes) / unit), *scratch]))
             for of, y in each:
-                if not of.computes and (extra := float(of.variant.scratch_bytes)):
+                if of.variant.device != "device" and (extra := float(of.variant.scratch_bytes)):
                     model.add(activation >= z * ((nbytes - glue_bytes) / unit) + (y + z - 1.0) * (extra / unit))
-        return activation * unit + glue_bytes, (ONE - z) * float(nbytes)
+        somewhere = z
+        if self.program.helpers:
+            somewhere, computing = model.column(upper=1.0), [total(y for of, y in each if of.computes) for each in pairs]
+            model.add(somewhere <= total(computing), *(somewhere >= here for here in computing))
+        return activation * unit + glue_bytes, (ONE - somewhere) * float(nbytes)
 
     def _binds(self, tier: Tier) -> bool:
         limit = self._limit(tier)

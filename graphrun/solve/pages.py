@@ -70,8 +70,10 @@ def _least(problem: Problem) -> Solution | None:
             continue
         if found is None or (solution := carried_over(of, found, found.bound_seconds)) is None:
             break
-        solutions.append(solution)
-        if not (short := solution.short_of_pages()):
+        short = solution.short_of_pages()
+        if all(part for _, part in short):  # helpers keep to their budgets
+            solutions.append(solution)
+        if not short:
             break
         reserve |= short
     least = min(solutions, key=_peak_bytes, default=None)
@@ -132,7 +134,8 @@ def with_pages_of_least(problem: Problem) -> Problem:
 
 
 def with_reserve(problem: Problem, reserve: Reserve) -> Problem:
-    """``problem`` with ``reserve`` set aside: as activation of the slots that compute, as live-in bytes of load slots."""
+    """``problem`` with ``reserve`` set aside: as activation of the slots that compute, as live-in bytes of load slots, of the
+    budget of helpers."""
     if not reserve:
         return problem
 
@@ -146,4 +149,8 @@ def with_reserve(problem: Problem, reserve: Reserve) -> Problem:
         )
 
     options = tuple(replace(option, phases=tuple(map(more, option.phases))) for option in problem.options)
-    return replace(problem, phases=tuple(map(more, problem.phases)), options=options)
+    helpers = tuple(
+        replace(helper, budget_bytes=max(0, helper.budget_bytes - reserve.get((f"device{number}", ""), 0)))
+        for number, helper in enumerate(problem.helpers, 1)
+    )
+    return replace(problem, phases=tuple(map(more, problem.phases)), options=options, helpers=helpers)

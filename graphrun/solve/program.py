@@ -41,11 +41,15 @@ x stands for the blocks copied to the device during the slot. It follows from K 
     spill           a value is copied to the host in the load slot of the first phase of a gap, and back in the load slot of the
                     phase after the gap
     time            D >= the sum over overlap sets of max(compute, copies + compute of the groups with r = 1, reads from disk)
-                         + compute on the CPU. An overlap set is one block group, or all groups of layers in one child module:
-                         copies of one group in the set overlap compute of the others
+                         + compute on the CPU and on helpers, with what crosses to these and back. An overlap set is one
+                         block group, or all groups of layers in one child module: copies of one group in the set overlap
+                         compute of the others
                     D >= load_seconds*x summed over all j + spills     D >= disk_seconds*x summed over all j + reads
+                    the former for each device by itself, since each is copied to over a link of its own
     memory          sum b*(K + d) + rings + activation + values + live_in_bytes <= effective budget
                     backing stores and spilled values <= RAM; page-locked ones <= page-locked RAM
+    helper          a component on a helper is a variant whose groups are not streamable, and whose bytes count there:
+                    sum b*(K + d) + the most activation of a component that computes there in the slot <= its effective budget
 
 A single-buffered ring is faster where copies take much longer than compute: the bytes that it saves hold one more resident block,
 which then need not be copied. It is also used where memory does not allow more.
@@ -62,6 +66,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphrun.model.choices import activation_bytes, use_with
+from graphrun.model.choices import helper_bytes as bytes_on_helper
 from graphrun.model.least_memory import streamable_groups, used_components
 from graphrun.model.plan import Part
 from graphrun.model.problem import ALLOCATION_BYTES, Placement, Problem, Variant
@@ -84,7 +89,7 @@ class VariantChoice:
 
     @property
     def computes(self) -> bool:
-        """Whether the component computes on the device, not on the CPU."""
+        """Whether the component computes on the device or a helper, not on the CPU."""
         return self.variant.device != "cpu"
 
 
@@ -98,7 +103,7 @@ class Group:
     one block from disk for that copy, 0 if the backing store is not on disk. ``movable``: as in `Variant`. ``demanded``:
     placements that directives demand of the component. ``overlap_key``: groups of the variant with equal keys form one overlap
     set. ``by_layer``: the blocks are layers. ``excluded``: the directive `exclude` applies: the blocks must be off the device,
-    even if this variant cannot stream them."""
+    even if this variant cannot stream them. ``helper``: number of the helper that they are copied to; 0: the device."""
 
     variant_choice: int
     component: int
@@ -114,6 +119,7 @@ class Group:
     overlap_key: str
     by_layer: bool
     excluded: bool
+    helper: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +156,10 @@ class Interval:
 
     ``rounds``: calls in the slot of the component that is called most. ``weight``: number of runs that execute the slot. For
     each group j: ``calls[j]`` (n), calls that run its blocks; ``seconds[j]``, compute of one block in one call; ``passes[j]``
-    (p), how often a block runs in one call. ``cpu_seconds``: compute on the CPU, for each variant choice. ``used``: components
-    (indices) that compute on the device in the slot. ``entered``: all components of the phase; none in a load slot.
+    (p), how often a block runs in one call. ``cpu_seconds``: for each variant choice, compute on the CPU, or on a helper with what
+    crosses to it and back. ``used``: components (indices) that compute on the device or a helper in the slot. ``entered``: all
+    components of the phase; none in a load slot. ``helper_bytes``: for each variant choice, bytes beyond weights that it takes on
+    its helper.
     ``fixed_bytes``: values and live-in bytes. ``activation_bytes``: as traced, without the scratch of variants; ``glue_bytes`` of
     them remain on the device if every component of the phase computes on the CPU."""
 
@@ -168,6 +176,7 @@ class Interval:
     used: frozenset[int]
     entered: frozenset[int]
     cpu_seconds: tuple[float, ...]
+    helper_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +260,18 @@ class Program:
         return np.array([group.held_bytes for group in self.groups], dtype=np.int64)
 
     @cached_property
+    def on_helper(self) -> NDArray[np.int64]:
+        """`Group.helper` of each group."""
+        return np.array([group.helper for group in self.groups], dtype=np.int64)
+
+    @property
+    def helpers(self) -> range:
+        """The numbers of the helpers."""
+        return range(1, len(self.problem.helpers) + 1)
+
+    @cached_property
     def compute_seconds(self) -> NDArray[np.float64]:
-        """Seconds of compute of all blocks of a group."""
+        """Seconds of compute of all blocks of a group; 0 on a helper."""
         seconds: NDArray[np.float64] = self._table([interval.seconds for interval in self.intervals])
         return self.calls * self.counts * seconds
 
@@ -263,7 +282,7 @@ class Program:
         for interval in self.intervals:
             sets: dict[tuple[int, str], list[int]] = {}
             for j, (group, calls) in enumerate(zip(self.groups, interval.calls, strict=True)):
-                if calls:
+                if calls and not group.helper:
                     sets.setdefault((group.variant_choice, group.overlap_key), []).append(j)
             found.append(list(sets.values()))
         return found
@@ -292,13 +311,15 @@ class Program:
         for t, sets in enumerate(self.overlap_sets):
             for of in [sum(sets, [])] if full_overlap else sets:  # full overlap: one set of all groups
                 busy[t] += max(self.compute_seconds[t, of].sum(), serial[t, of].sum(), reads[t, of].sum())
-        copy_seconds, disk_seconds = copies.sum(axis=1), reads.sum(axis=1)
+        copy_seconds, disk_seconds = copies[:, self.on_helper == 0].sum(axis=1), reads.sum(axis=1)
         for gap, spilled in zip(self.spill_gaps, choice.spills, strict=True):
             copy_seconds[gap.out] += spilled * factor[gap.out] * gap.out_seconds
             copy_seconds[gap.back] += spilled * factor[gap.back] * gap.back_seconds
         for each, at in zip(self.variant_choices, choice.reads, strict=True):
             if at >= 0:
                 disk_seconds[at] += factor[at] * (each.read_seconds or 0.0)
+        for number in self.helpers:
+            busy = np.maximum(busy, copies[:, self.on_helper == number].sum(axis=1))
         found: list[float] = np.maximum(busy, np.maximum(copy_seconds, disk_seconds)).tolist()
         return found
 
@@ -342,7 +363,7 @@ class Program:
         found = self.fixed_bytes.copy()
         for gap, spilled in zip(self.spill_gaps, choice.spills, strict=True):
             found[gap.out + 1 : gap.back] -= gap.nbytes * spilled
-        weights: NDArray[np.int64] = (choice.present + choice.loaded) @ self.held_bytes
+        weights: NDArray[np.int64] = (choice.present + choice.loaded) @ (self.held_bytes * (self.on_helper == 0))
         rings: NDArray[np.int64] = self.ring_bytes(choice).sum(axis=1)
         return found + weights + rings
 
@@ -351,6 +372,13 @@ class Program:
         interval = self.intervals[t]
         variants = [of.variant for of in self.variant_choices if of.component in interval.entered]
         return activation_bytes(interval.activation_bytes, variants, interval.glue_bytes) if interval.rounds else 0
+
+    def helper_bytes(self, choice: Choice, number: int) -> NDArray[np.int64]:
+        """Bytes on helper ``number`` per interval."""
+        weights: NDArray[np.int64] = (choice.present + choice.loaded) @ (self.held_bytes * (self.on_helper == number))
+        own = [n for n, of in enumerate(self.variant_choices) if of.variant.helper == number]
+        working = [max((interval.helper_bytes[n] for n in own), default=0) for interval in self.intervals]
+        return weights + np.array(working, dtype=np.int64)
 
     def host_bytes(self, choice: Choice) -> NDArray[np.int64]:
         """For each interval: bytes of RAM in backing stores, spilled values and activation on the CPU, and how many of them are
@@ -394,6 +422,8 @@ class Program:
             "pinned": (host[:, 1], problem.pinned_bytes),
             "disk": (np.array([self.stored_bytes]), problem.disk_bytes),
         }
+        for number, helper in enumerate(problem.helpers, 1):
+            tiers[f"helper {number}"] = self.helper_bytes(choice, number), helper.effective_bytes
         found = {tier: np.maximum(taken - limit, 0) for tier, (taken, limit) in tiers.items() if limit is not None}
         return {tier: excess for tier, excess in found.items() if excess.any()}
 
@@ -424,6 +454,11 @@ class Program:
     def with_variants(self, variants: Sequence[int]) -> Program:
         """The program in which each component has one variant only: the one at this index."""
         return program_of(self.problem, tuple((variant,) for variant in variants)).alone(self.part)
+
+    def on_first_device(self) -> Program | None:
+        """The program without variants on helpers; None where a component has no other one."""
+        own = [[n for n in of if not self.variant_choices[n].variant.helper] for of in self.choices_of]
+        return program_of(self.problem, [[self.variant_choices[n].index for n in of] for of in own]) if all(own) else None
 
     @property
     def reference_seconds(self) -> float:
@@ -498,6 +533,7 @@ def _groups(problem: Problem, number: int, variant_choice: VariantChoice) -> Ite
             overlap_key=of.blocks[0].split(".")[0] if by_layer else f"{index}",
             by_layer=by_layer,
             excluded=of.streamable and "exclude" in demanded,
+            helper=variant.helper,
         )
 
 
@@ -522,11 +558,15 @@ def _intervals(
         if not rounds and (part != "load" or not phase.uses):
             continue
         calls = tuple(use.group_calls_in(part)[k] if use else 0 for use, k in pairs)
-        cpu_seconds = [0.0] * len(variant_choices)
+        cpu_seconds, helper_bytes = [0.0] * len(variant_choices), [0] * len(variant_choices)
         for n, (use, component) in enumerate(zip(uses, components, strict=True)):
-            if use and not variant_choices[n].computes:
+            variant = variant_choices[n].variant
+            if use and variant.device != "device":
                 triples = zip(component.groups, use.group_calls_in(part), use.seconds, strict=True)
                 cpu_seconds[n] = sum(len(group.blocks) * times * seconds for group, times, seconds in triples)
+            if use and variant.helper and rounds:
+                cpu_seconds[n] += use.calls_in(part) * sum(problem.crossing_seconds(variant.helper, use.crossing))
+                helper_bytes[n] = bytes_on_helper(activation, [(use, variant)], variant.helper)
         yield Interval(
             phase=number,
             part=part,
@@ -536,11 +576,14 @@ def _intervals(
             activation_bytes=activation,
             glue_bytes=min(activation, phase.glue_bytes),
             calls=calls,
-            seconds=tuple(use.seconds[k] if use else 0.0 for use, k in pairs),
+            seconds=tuple(
+                use.seconds[k] if use and not group.helper else 0.0 for group, (use, k) in zip(groups, pairs, strict=True)
+            ),
             passes=tuple(use.passes_of(k) if use else 1 for use, k in pairs),
             used=frozenset(group.component for group, n in zip(groups, calls, strict=True) if n),
             entered=frozenset(c for c, of in enumerate(problem.components) if of.name in own and part != "load"),
             cpu_seconds=tuple(cpu_seconds),
+            helper_bytes=tuple(helper_bytes),
         )
 
 

@@ -47,17 +47,19 @@ def continued(solution: Solution, found: Mapping[str, Collection[str]]) -> Solut
 
 def _beside(solution: Solution, others: Keys) -> Keys:
     """Those of ``others`` that may stay beside the plan's further runs: not moved by these, not excluded, and with room."""
-    problem, room_bytes = solution.chosen, solution.problem.effective_bytes
+    problem, again = solution.chosen, solution.simulation.again
     components = {component.name: component for component in problem.components}
-    room_bytes -= max((report.peak_bytes for report in solution.simulation.again), default=0)
+    peaks = [(report.peak_bytes, *report.helper_peaks) for report in again]
+    limits = (solution.problem.effective_bytes, *(helper.effective_bytes for helper in solution.problem.helpers))
+    room_bytes = [limit - max((of[number] for of in peaks), default=0) for number, limit in enumerate(limits)]
     actions = (action for slot in solution.plan.again for action in slot.actions if isinstance(action, Load | Evict))
     moved = {key for action in actions for key in _named(components[action.component], action.blocks)}
     found: Keys = set()
     for key in sorted(others - moved):
-        nbytes = _held_bytes(components[key[0]], key)
-        if not problem.demanded(key[0]) & {"exclude", "drop"} and nbytes <= room_bytes:
+        nbytes, device = _held_bytes(components[key[0]], key), components[key[0]].variants[0].helper
+        if not problem.demanded(key[0]) & {"exclude", "drop"} and nbytes <= room_bytes[device]:
             found.add(key)
-            room_bytes -= nbytes
+            room_bytes[device] -= nbytes
     return found
 
 

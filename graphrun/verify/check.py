@@ -26,6 +26,7 @@ steady-load      a steady slot loads no block of a component that it uses
 stream           only components that the slot uses are streamed, each once; ``keep`` is exactly what is resident or loaded
 ring             a ring has room for the largest block that passes
 vram             the device memory of every slot is within the budget
+helper           the memory of every slot on a helper is within its budget
 baseline         nothing is on the device at the end; in a session, every run leaves what ``leaves`` says
 
 Backing stores and values:
@@ -528,11 +529,15 @@ class _SlotRules:
                 groups[name] |= self.groups(used[name])
 
     def vram(self, number: int, phase: PhaseNumbers | None, spilled_bytes: int) -> Iterator[Violation]:
-        weights = 0
+        weights, *on_helpers = [0] * (1 + len(self.problem.helpers))
         for component in self.problem.components:
-            sizes = component.variants[0].block_bytes
+            variant = component.variants[0]
             held = self.resident[component.name] | self.loaded[component.name]
-            weights += sum(round_up(sizes[k], ALLOCATION_BYTES) for k, _ in held)
+            nbytes = sum(round_up(variant.block_bytes[k], ALLOCATION_BYTES) for k, _ in held)
+            if variant.helper:
+                on_helpers[variant.helper - 1] += nbytes
+            else:
+                weights += nbytes
         rings = sum(round_up(stream.ring_bytes, ALLOCATION_BYTES) for _, stream in self.streams.values())
         values = self.problem.value_bytes(number) - spilled_bytes + phase.live_in_bytes if phase else 0
         activation = _activation(phase, self.slot) if phase else 0
@@ -540,6 +545,11 @@ class _SlotRules:
         if total > limit:
             terms = f"{weights} weights + {rings} rings + {activation} activation + {values} values and live-in"
             yield self.broken("vram", -1, f"{terms} = {total} > {limit} bytes")
+        for helper, (nbytes, of) in enumerate(zip(on_helpers, self.problem.helpers, strict=True), 1):
+            working = phase.helper_bytes[helper - 1][self.slot.part == "steady"] if phase and self.slot.part != "load" else 0
+            if nbytes + working > of.effective_bytes:
+                terms = f"{nbytes} weights + {working} activation and what crosses"
+                yield self.broken("helper", -1, f"device{helper}: {terms} = {nbytes + working} > {of.effective_bytes} bytes")
 
 
 def _activation(phase: PhaseNumbers, slot: Slot) -> int:

@@ -11,7 +11,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from graphrun.model.phase_trace import CALL, PhaseTrace
-from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem, Use, Variant
+from graphrun.model.problem import ComponentNumbers, Hardware, PhaseNumbers, Problem, Use, Variant
 from graphrun.reading import printable
 
 # Larger numbers of bytes, seconds and calls overflow 64 bits when they are added up.
@@ -35,8 +35,9 @@ def incoherent(problem: Problem) -> Iterator[str]:
     yield from _twice("phases", [phase.name for phase in problem.phases])
     yield from _twice("values", [value.name for value in problem.values])
     yield from _twice("options", [f"{option.stage} {option.name}" for option in problem.options])
+    devices = ["device", "cpu", *(f"device{number}" for number in range(1, len(problem.helpers) + 1))]
     for component in problem.components:
-        yield from _component(component)
+        yield from _component(component, devices)
     components = {component.name: component for component in problem.components}
     stages = {phase.stage for phase in problem.phases}
     for phase in (*problem.phases, *(phase for option in problem.options for phase in option.phases)):
@@ -50,7 +51,11 @@ def incoherent(problem: Problem) -> Iterator[str]:
     for value in problem.values:
         if value.first_phase < 0 or value.last_phase < -1:
             yield f"{value.name} is live from phase {value.first_phase} to {value.last_phase}"
-    hardware = problem.hardware
+    for hardware in (problem.hardware, *(helper.hardware for helper in problem.helpers)):
+        yield from _hardware(hardware)
+
+
+def _hardware(hardware: Hardware) -> Iterator[str]:
     for name in ("h2d", "pageable", "d2h", "disk", "memory"):
         if not getattr(hardware, f"{name}_bytes_per_second") > 0:
             yield f"hardware.{name}_bytes_per_second is not positive"
@@ -80,7 +85,7 @@ def _twice(what: str, names: Sequence[str]) -> Iterator[str]:
         yield f"{what}: {name} is there twice"
 
 
-def _component(component: ComponentNumbers) -> Iterator[str]:
+def _component(component: ComponentNumbers, devices: Sequence[str]) -> Iterator[str]:
     name, groups = component.name, component.groups
     if not component.variants:
         yield f"{name} has no variant"
@@ -91,19 +96,19 @@ def _component(component: ComponentNumbers) -> Iterator[str]:
         if not group.blocks:
             yield f"{name}: the block group {group.name} has no blocks"
     for variant in component.variants:
-        yield from _variant(name, variant, len(groups))
+        yield from _variant(name, variant, len(groups), devices)
     if component.layers is not None:
         if component.layers.name != name or component.layers.layers is not None:
             yield f"{name}.layers is not {name} split into layers"
-        yield from _component(component.layers)
+        yield from _component(component.layers, devices)
 
 
-def _variant(name: str, variant: Variant, groups: int) -> Iterator[str]:
+def _variant(name: str, variant: Variant, groups: int, devices: Sequence[str]) -> Iterator[str]:
     lengths = {field: len(getattr(variant, field)) for field in (*_PER_GROUP, *_PER_GROUP_OR_EMPTY)}
     for field, length in lengths.items():
         if length != groups and (length or field in _PER_GROUP):
             yield f"{name} {variant.name}: {field} has {length} numbers for {groups} block groups"
-    if variant.device not in ("device", "cpu") or variant.slowdown <= 0:
+    if variant.device not in devices or variant.slowdown <= 0:
         yield f"{name} {variant.name} computes on {variant.device} with the slowdown {variant.slowdown}"
 
 
@@ -140,6 +145,8 @@ def _trace(phase: str, trace: PhaseTrace, components: dict[str, ComponentNumbers
 
 def _use(phase: str, use: Use, component: ComponentNumbers) -> Iterator[str]:
     where, counts = f"{phase}: {use.component}", [len(group.blocks) for group in component.groups]
+    if len(use.crossing) not in (0, 2):
+        yield f"{where}: crossing is {list(use.crossing)}"
     for field in ("group_calls", "seconds", "passes"):
         length = len(getattr(use, field))
         if length != len(counts) and (length or field in ("group_calls", "seconds")):

@@ -20,13 +20,14 @@ from graphrun.model.plan import Blocks, Evict, Load, Plan, Restore, Slot, Spill,
 from graphrun.model.problem import Problem
 
 
-def reserved_bytes(problem: Problem, plan: Plan) -> tuple[int, ...]:
-    """Most bytes reserved in each slot of ``plan``: those of the first run, then, in a session, those of a further run.
+def reserved_bytes(problem: Problem, plan: Plan, helper: int = 0) -> tuple[int, ...]:
+    """Most bytes reserved in each slot of ``plan``: those of the first run, then, in a session, those of a further run. On the
+    device, or on ``helper``, a number: that has its components' blocks and calls, with the arguments of each call, and no values.
 
     ``problem``: with the plan's choices applied; every phase has its `PhaseNumbers.trace`. A further run begins with the pages that
     the run before it left. Raises KeyError for a plan that `check` refuses.
     """
-    replay = _Replay(problem)
+    replay = _Replay(problem, helper)
     for component, blocks in plan.finds:
         replay.load(component, blocks)
     found = [replay.slot(slot) for slot in plan.slots]
@@ -39,8 +40,11 @@ def reserved_bytes(problem: Problem, plan: Plan) -> tuple[int, ...]:
 class _Replay:
     """The allocator, and what is live in it."""
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem, self._allocator = problem, Caching(problem.hardware.page_scale)
+    def __init__(self, problem: Problem, helper: int) -> None:
+        self._hardware = problem.helpers[helper - 1].hardware if helper else problem.hardware
+        self._problem, self._allocator, self._helper = problem, Caching(self._hardware.page_scale), helper
+        device = f"device{helper or ''}"
+        self._own = {component.name for component in problem.components if component.variants[0].device == device}
         self._phases = {phase.name: (number, phase) for number, phase in enumerate(problem.phases)}
         self._components = {component.name: component for component in problem.components}
         self._storages = {value.name: value.storages for value in problem.values}
@@ -55,6 +59,7 @@ class _Replay:
         self._workspace: int | None = None  # the allocator's key of cuBLAS's workspace
         self._last_key = 0
         self._phase: str | None = None
+        self._arguments: dict[str, int] = {}  # bytes that a call on a helper gets, by component
         self._peak_bytes = 0
 
     def slot(self, slot: Slot) -> int:
@@ -62,7 +67,7 @@ class _Replay:
         if slot.phase != self._phase:
             self._begin_phase(slot.phase)
         for action in slot.actions:
-            if isinstance(action, Evict):
+            if isinstance(action, Evict) and action.component in self._own:
                 for block in self._named(action.component, action.blocks):
                     self._allocator.release(self._blocks.pop(block))
         if slot.part == "load":
@@ -70,20 +75,21 @@ class _Replay:
         self._peak_bytes = 0
         self._note_peak()
         for action in slot.actions:
-            if isinstance(action, Restore):
+            if isinstance(action, Restore) and not self._helper:
                 key = self._allocate(self._spilled.pop(action.value))
                 self._live |= dict.fromkeys(self._storages[action.value][:1], key)
         for action in slot.actions:
             if isinstance(action, Load):
                 self.load(action.component, action.blocks)
-        rings = [self._allocate(action.ring_bytes) for action in slot.actions if isinstance(action, Stream)]
+        streams = (action for action in slot.actions if isinstance(action, Stream) and action.component in self._own)
+        rings = [self._allocate(action.ring_bytes) for action in streams]
         if slot.part in ("first", "steady"):
             trace = self._phases[slot.phase][1].trace
             self._items(trace.first if slot.part == "first" else trace.steady, trace.calls)
         for ring in rings:
             self._release(ring)
         for action in slot.actions:
-            if isinstance(action, Spill):
+            if isinstance(action, Spill) and not self._helper:
                 self._spilled[action.value] = self._nbytes[action.value]
                 for key in self._storages[action.value]:
                     if key in self._live:
@@ -91,7 +97,9 @@ class _Replay:
         return self._peak_bytes
 
     def load(self, component: str, blocks: Blocks) -> None:
-        """Allocates ``blocks``."""
+        """Allocates ``blocks``, where the component is on this device."""
+        if component not in self._own:
+            return
         sizes = self._components[component].variants[0].block_bytes
         self._blocks |= {block: self._allocate(sizes[block[1]]) for block in self._named(component, blocks)}
 
@@ -108,6 +116,8 @@ class _Replay:
         """Releases what the phase before kept. Allocates what ``name`` finds at its entry and the recording does not have, because
         stages before it are not run: one tensor of that size stands for all."""
         self._phase = name
+        uses = self._phases[name][1].uses if name in self._phases else ()
+        self._arguments = {use.component: sum(use.crossing[:1]) for use in uses}
         for key in (*self._kept.values(), *(() if self._filler is None else (self._filler,))):
             self._release(key)
         self._kept.clear()
@@ -118,21 +128,29 @@ class _Replay:
             self._items(trace.prelude, trace.calls)
             expected = self._problem.value_bytes(number) - sum(self._spilled.values()) + phase.live_in_bytes
             missing = expected - sum(self._bytes[key] for key in self._live.values())
-            self._filler = self._allocate(missing) if missing > 0 else None
+            self._filler = self._allocate(missing) if missing > 0 and not self._helper else None
 
     def _items(self, items: Iterable[Item], calls: tuple[CallTrace, ...]) -> None:
         for key, nbytes in items:
             if nbytes == CALL:
                 self._call(key, calls[key])
+            elif self._helper:
+                continue
             elif nbytes:
                 self._live[key] = self._allocate(nbytes)
             elif key in self._live:
                 self._release(self._live.pop(key))
 
     def _call(self, number: int, call: CallTrace) -> None:
-        if self._components[call.component].variants[0].device == "cpu":
+        if call.component not in self._own:
             return
-        if self._workspace is None and (nbytes := self._problem.hardware.workspace_bytes):
+        arguments = self._allocate(nbytes) if self._helper and (nbytes := self._arguments[call.component]) else None
+        self._events(number, call)
+        if arguments is not None:
+            self._release(arguments)
+
+    def _events(self, number: int, call: CallTrace) -> None:
+        if self._workspace is None and (nbytes := self._hardware.workspace_bytes):
             self._last_key += 1
             self._workspace = self._last_key
             self._bytes[self._workspace] = nbytes
@@ -165,7 +183,7 @@ class _Replay:
 
     def _note_peak(self) -> None:
         """A problem counts the workspace apart from tensors, but it lies among them."""
-        workspace = 0 if self._workspace is None else self._problem.hardware.workspace_bytes
+        workspace = 0 if self._workspace is None else self._hardware.workspace_bytes
         self._peak_bytes = max(self._peak_bytes, self._allocator.used_bytes - workspace)
 
     def _trim(self) -> None:

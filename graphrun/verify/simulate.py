@@ -2,7 +2,9 @@
 
 Works on the problem with the plan's choices applied (`apply_choices`). Three channels run concurrently, each one block after
 another; a barrier ends every slot. Bytes on the device: weights resident or loaded by the slot, rings, activation, values and
-live-in bytes; the highest sum of a slot is its peak.
+live-in bytes; the highest sum of a slot is its peak. A helper has a copy channel of its own; its loads are issued in the order of
+all. The compute channel is shared, since one device at a time computes; a call on a helper begins and ends with what crosses to it
+and back.
 
 Copy channel and compute (`Timeline`):
 
@@ -41,6 +43,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from graphrun.errors import PlanError
@@ -197,7 +200,8 @@ class Timeline:
 
     ``works``: all compute in order. ``prefetch``: blocks loaded for later slots, in order. ``ring_bytes``: per streamed
     component. ``copies_from_seconds``: when copies may begin, after spills and restores. ``pageable``: components whose backing
-    stores are pageable.
+    stores are pageable. ``helpers``: number of the helper of each component that computes on one; ``crossings``: seconds in which
+    the arguments of a call get there, and its results back; and its calls.
     """
 
     def __init__(
@@ -210,12 +214,16 @@ class Timeline:
         disk: DiskChannel,
         copies_from_seconds: float,
         pageable: Collection[str] = (),
+        helpers: Mapping[str, int] = MappingProxyType({}),
+        crossings: Mapping[str, tuple[float, float, int]] = MappingProxyType({}),
     ) -> None:
         self.copies: list[Span] = []
         self.calls: dict[tuple[str, int], Span] = {}
         self._sizes, self._disk = sizes, disk
         self._compute_free = self._start = start_seconds  # when the compute channel is free
-        self._copy_free = copies_from_seconds  # when the copy channel is free
+        self._helpers, self._crossings = helpers, crossings
+        # when the copy channel of the device, and that of each helper, is free
+        self._copy_frees = {0: copies_from_seconds, **dict.fromkeys(helpers.values(), start_seconds)}
         self._prefetch = sorted(prefetch, key=lambda key: (key[0] in pageable, disk.reads(key[0])))[::-1]
         self._pageable = pageable
         self._prefetch_bytes = sum(sizes[key].nbytes for key in self._prefetch)
@@ -228,14 +236,18 @@ class Timeline:
         self._following = {name: _following(streamed, name, sizes) for name in ring_bytes}
         for (name, call), of in groupby(works, key=lambda work: (work.key[0], work.call)):
             self._call(name, call, list(of))
+        for name, (to_helper, back, calls) in crossings.items():  # of calls that run no block
+            self._compute_free += (calls - sum(of == name for of, _ in self.calls)) * (to_helper + back)
         while self._prefetch:
             self._issue_prefetch()
         disk.finish()
-        self.end_seconds = max(self._copy_free, self._compute_free, disk.end_seconds)
+        self.end_seconds = max(*self._copy_frees.values(), self._compute_free, disk.end_seconds)
 
     def _call(self, name: str, call: int, works: Sequence[Work]) -> None:
         """Compute of one call of a component, with the copies that it waits for."""
         began: float | None = None
+        to_helper, back, _ = self._crossings.get(name, (0.0, 0.0, 0))
+        self._compute_free += to_helper
         for work in works:
             if work.source != "resident":
                 self._compute_free = max(self._compute_free, self._available(work))
@@ -243,6 +255,7 @@ class Timeline:
             self._compute_free += work.seconds
             if work.source == "stream":
                 self._compute_ends[name].append(self._compute_free)
+        self._compute_free += back
         span = self.calls.get((name, call), Span("run", works[0].key, call, began or 0.0, 0.0))
         self.calls[name, call] = span._replace(end_seconds=self._compute_free)
 
@@ -263,8 +276,8 @@ class Timeline:
             raise PlanError(f"stream {key[0]}: {error}") from error
         ready = self._compute_ends[key[0]][ring_slot.released[-1]] if ring_slot.released else self._start
         if ring_slot.released:
-            self._issue_due_prefetch(self._copy_free)
-            self._issue_due_prefetch(max(self._copy_free, ready))
+            self._issue_due_prefetch(self._copy_frees[0])
+            self._issue_due_prefetch(max(self._copy_frees[0], ready))
         self._streamed_bytes += self._sizes[key].nbytes
         return self._copy("stream", key, max(ready, self._disk.in_ram(key)))
 
@@ -283,11 +296,12 @@ class Timeline:
         self._copy("load", key, max(at_seconds, self._disk.in_ram(key)))
 
     def _copy(self, kind: str, key: Key, ready: float) -> float:
-        start = max(self._copy_free, ready)
-        self._copy_free = start + self._sizes[key].seconds
-        self._disk.copied(key, self._copy_free)
-        self.copies.append(Span(kind, key, 0, start, self._copy_free))
-        return self._copy_free
+        helper = self._helpers.get(key[0], 0)
+        start = max(self._copy_frees[helper], ready)
+        end = self._copy_frees[helper] = start + self._sizes[key].seconds
+        self._disk.copied(key, end)
+        self.copies.append(Span(kind, key, 0, start, end))
+        return end
 
 
 def _following(streamed: Sequence[Work], component: str, sizes: Mapping[Key, Size]) -> Iterator[int]:
@@ -366,6 +380,7 @@ class _State:
                 k = key[1]
                 self.sizes[key] = Size(variant.block_bytes[k], variant.load_seconds[k], read[k], held[k])
         self.pageable = {of.name for of in problem.components if of.variants[0].backing_store == "pageable"}
+        self.helpers = {of.name: of.variants[0].helper for of in problem.components if of.variants[0].helper}
         self.resident = {key for name, blocks in finds for key in self._keys(name, blocks)}
         self.now = 0.0
         self.events: list[Event] = []
@@ -383,7 +398,8 @@ class _State:
         used = {work.key for work in works}
         disk = self._disk(slot, [*loads, *(work.key for work in works if work.source == "stream")])
         later = (key for key in loads if key not in used)
-        line = Timeline(start, works, later, self.sizes, rings, disk, copies_from, self.pageable)
+        crossings = self._crossings(slot)
+        line = Timeline(start, works, later, self.sizes, rings, disk, copies_from, self.pageable, self.helpers, crossings)
         self.now = line.end_seconds
         held = self._device_bytes(self.resident | set(loads))
         ring = sum(round_up(nbytes, ALLOCATION_BYTES) for nbytes in rings.values())
@@ -404,6 +420,7 @@ class _State:
             host_bytes=host,
             pinned_bytes=pinned,
             disk_bytes_read=sum(self.sizes[key].read_bytes for _, key, _, _ in disk.spans),
+            helper_peaks=self._helper_peaks(slot, self.resident | set(loads)),
         )
         self.events += [self._event(index, Span("evict", key, 0, start, start)) for key in evicted]
         spans = (*(Span(kind, key, 0, begin, end) for kind, key, begin, end in disk.spans), *line.copies, *line.calls.values())
@@ -509,8 +526,24 @@ class _State:
                 raise PlanError(f"{component} has no blocks {name}{list(indices)}{why}")
         return [(component, index[name], i) for name, indices in blocks for i in indices]
 
-    def _device_bytes(self, keys: Iterable[Key]) -> int:
-        return sum(round_up(self.sizes[key].nbytes, ALLOCATION_BYTES) for key in keys)
+    def _device_bytes(self, keys: Iterable[Key], helper: int = 0) -> int:
+        """Bytes of those of ``keys`` that are for the device, or for a helper."""
+        own = (key for key in keys if self.helpers.get(key[0], 0) == helper)
+        return sum(round_up(self.sizes[key].nbytes, ALLOCATION_BYTES) for key in own)
+
+    def _helper_peaks(self, slot: Slot, keys: Collection[Key]) -> tuple[int, ...]:
+        """Bytes on each helper."""
+        working = [0] * len(self.problem.helpers)
+        if slot.part in ("first", "steady"):
+            working = [of[slot.part == "steady"] for of in self.phases[slot.phase][1].helper_bytes]
+        return tuple(self._device_bytes(keys, number) + more for number, more in enumerate(working, 1))
+
+    def _crossings(self, slot: Slot) -> dict[str, tuple[float, float, int]]:
+        """For each component that the slot calls on a helper: seconds in which arguments and results of a call cross, and calls."""
+        uses = self.phases[slot.phase][1].uses if slot.part in ("first", "steady") else ()
+        pairs = [(use, self.helpers[use.component]) for use in uses if use.component in self.helpers]
+        crossing_seconds = self.problem.crossing_seconds
+        return {use.component: (*crossing_seconds(n, use.crossing), use.calls_in(slot.part)) for use, n in pairs}
 
     def _path(self, key: Key) -> str:
         return self.components[key[0]].groups[key[1]].blocks[key[2]]

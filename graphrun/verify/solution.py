@@ -21,7 +21,9 @@ def in_pages(solution: Solution) -> Solution:
     """``solution`` with peaks as the device's allocator reserves memory, where `Problem.counts_pages`."""
     if not solution.problem.counts_pages:
         return solution
-    return replace(solution, simulation=solution.simulation.in_pages(reserved_bytes(solution.chosen, solution.plan)))
+    devices = range(len(solution.problem.helpers) + 1)
+    pages = [reserved_bytes(solution.chosen, solution.plan, number) for number in devices]
+    return replace(solution, simulation=solution.simulation.in_pages(*pages))
 
 
 def checked_solution(problem: Problem, plan: Plan, bound_seconds: float, objective_seconds: float) -> Solution | None:

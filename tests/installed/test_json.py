@@ -14,8 +14,10 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "json.md"
 Cli = Callable[..., tuple[int, str, str]]
 SIM = ("flux-tiny", "--device", "sim", "--ram", "8G", "--set", "steps=2")
 PLAN, COMMON = "plan, explain, map, run", "JSON of the commands"
-# Printed for graphs with several precisions, and where a directive forbids a placement.
+# Printed for graphs with several precisions, where a directive forbids a placement, and for several devices.
 NOT_HERE = {f"explain plan.json COMPONENT: alternatives[].{key}" for key in ("variant", "needs_permission", "refusal")}
+HELPER_KEYS = ("hardware", "budget_bytes", "effective_bytes", "peak_bytes", "components[]")
+NOT_HERE |= {f"{PLAN}: helpers[].{key}" for key in HELPER_KEYS}
 CASES = [
     (PLAN, ("plan", "plan.json")),
     (PLAN, ("explain", "plan.json")),

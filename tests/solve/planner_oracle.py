@@ -87,6 +87,16 @@ class Choice:
         total = use.group_calls[k]
         return {"load": 0, "first": min(total, 1), "steady": max(total - 1, 0)}[part], seconds
 
+    def crossing_seconds(self, n: int, use: Use, part: str) -> float:
+        """Of all calls in the slot: through the host, at the rate of the slower card."""
+        one, other = self.problem.hardware, self.problem.helpers[n - 1].hardware
+        to, back = use.crossing
+        calls = 1 if part == "first" else use.calls - 1
+        return calls * (
+            to / min(one.d2h_bytes_per_second, other.h2d_bytes_per_second)
+            + back / min(other.d2h_bytes_per_second, one.h2d_bytes_per_second)
+        )
+
     def use(self, number: int, name: str) -> Use | None:
         return next((use for use in self.phases[number].uses if use.component == name), None)
 
@@ -114,6 +124,8 @@ class Choice:
         allowed = np.ones(len(self.begin), dtype=bool)
         own, transfer, disk = (np.zeros(len(self.begin)) for _ in range(3))
         moved, held = np.zeros(len(self.begin), dtype=np.int64), np.zeros(len(self.begin), dtype=np.int64)
+        helpers = range(1, len(self.problem.helpers) + 1)
+        away = {n: (np.zeros(len(self.begin)), np.zeros(len(self.begin), dtype=np.int64)) for n in helpers}
         copying = {name: np.zeros(len(self.begin), dtype=bool) for name in self.names}
         asked = {name: np.full((2, len(self.begin)), [[first < 0], [second == 0]]) for name, (first, second) in rings.items()}
         busy = {name for name, k, _, _ in self.cells if self.calls(t, name, k)[0]}
@@ -136,8 +148,14 @@ class Choice:
             if n:
                 serial = n * nb * seconds * (there < nb) if may and up(rings[name][1]) < up(nbytes) else 0.0
                 own += np.maximum(n * nb * seconds, np.maximum(copies * variant.load_seconds[k] + serial, read))
-            transfer, disk, moved = transfer + copies * variant.load_seconds[k], disk + read, moved + copies * nbytes
-            held += up(nbytes) * there
+            disk, moved = disk + read, moved + copies * nbytes
+            if variant.device == "device":
+                transfer = transfer + copies * variant.load_seconds[k]
+                held += up(nbytes) * there
+            else:
+                seconds_there, bytes_there = away[int(variant.device[6:])]
+                seconds_there += copies * variant.load_seconds[k]
+                bytes_there += up(nbytes) * there
             copying[name] |= copies > 0
         for name, (first, second) in rings.items():
             held += up(max(0, first)) + up(second)
@@ -149,7 +167,13 @@ class Choice:
                     own += n * len(of.blocks) * seconds
         variants = [self.variants[use.component] for use in phase.uses]
         activation = {"load": 0, "first": phase.first_bytes, "steady": phase.steady_bytes}[part]
-        if variants and all(variant.device == "cpu" for variant in variants):
+        for n, (_, bytes_there) in away.items():
+            there = [use for use in phase.uses if self.variants[use.component].device == f"device{n}"]
+            if there and part != "load":
+                arguments = (sum(use.crossing[:1]) + self.variants[use.component].scratch_bytes for use in there)
+                bytes_there += activation + max(arguments)
+                own += sum(self.crossing_seconds(n, use, part) for use in there)
+        if variants and all(variant.device != "device" for variant in variants):
             activation = min(activation, phase.glue_bytes)
         elif part != "load":
             activation += max((variant.scratch_bytes for variant in variants), default=0)
@@ -157,6 +181,7 @@ class Choice:
         held += sum(value.nbytes for value, lives in zip(self.problem.values, self.lives, strict=True) if number in lives)
         found = {"begin": self.begin, "end": self.end, "own": own, "transfer": transfer, "disk": disk, "moved": moved, "held": held}
         found |= {f"copies {name}": copying[name] for name in self.used}
+        found |= {f"{what} {n}": of for n, both in away.items() for what, of in zip(("to", "on"), both, strict=True)}
         return {key: of[allowed] for key, of in found.items()}
 
     def obeys(self, t: int, j: int, n: int, here: np.ndarray, there: np.ndarray) -> np.ndarray:
@@ -232,10 +257,14 @@ class Choice:
         if ram > self.problem.ram_bytes or (self.problem.pinned_bytes is not None and pinned > self.problem.pinned_bytes):
             return None
         fits = table["held"] - away <= effective
+        own = table["own"]
+        for n, helper in enumerate(self.problem.helpers, 1):
+            fits &= table[f"on {n}"] <= helper.budget_bytes
+            own = np.maximum(own, table[f"to {n}"])
         for name, new in zip(self.used, after, strict=True):
             if new != HELD:
                 fits &= ~table[f"copies {name}"]
-        seconds = np.maximum(table["own"], np.maximum(table["transfer"] + spill_seconds, table["disk"] + read_seconds))[fits]
+        seconds = np.maximum(own, np.maximum(table["transfer"] + spill_seconds, table["disk"] + read_seconds))[fits]
         units = np.rint(seconds * SCALE).astype(np.int64)
         assert np.abs(units / SCALE - seconds).max(initial=0.0) <= 1e-9, "seconds must be multiples of 1 / SCALE"
         return table["begin"][fits], table["end"][fits], units * SECONDS + table["moved"][fits] + restored

@@ -12,6 +12,7 @@ from graphrun.model.problem import (
     ComponentNumbers,
     Directive,
     Hardware,
+    Helper,
     PhaseNumbers,
     Placement,
     Problem,
@@ -60,6 +61,39 @@ def random_problem(seed: int) -> Problem:
     )
 
 
+def with_helpers(seed: int) -> Problem:
+    """A random problem with one or two helpers, on which some components may compute as a whole."""
+    rng = random.Random(~seed)
+    of = random_problem(seed)
+    weights = sum(component.weight_bytes() for component in of.components)
+    budgets = [
+        rng.choice((weights // 2, weights, 2 * weights)) + rng.choice((0, 512, 3000, 8000)) for _ in range(rng.choice((1, 1, 2)))
+    ]
+    helpers = tuple(Helper(_hardware(rng, False), nbytes) for nbytes in budgets)
+
+    def on_helpers(component: ComponentNumbers) -> ComponentNumbers:
+        more = []
+        for number in range(1, len(helpers) + 1):
+            if rng.random() < 0.6:
+                plain = next((v for v in component.variants if v.device == "device"), component.variants[0])
+                loads = tuple(float(rng.randint(0, 4)) for _ in component.groups)
+                there = replace(plain, device=f"device{number}", load_seconds=loads, streamable=False)
+                more.append(replace(there, slowdown=float(rng.choice((1, 2, 3)))))
+        return replace(component, variants=(*component.variants, *more))
+
+    def crossing(phase: PhaseNumbers) -> PhaseNumbers:
+        uses = (replace(use, crossing=(256 * rng.randint(0, 3), 256 * rng.randint(0, 3))) for use in phase.uses)
+        return replace(phase, uses=tuple(uses))
+
+    return replace(
+        of,
+        components=tuple(map(on_helpers, of.components)),
+        phases=tuple(map(crossing, of.phases)),
+        options=tuple(replace(option, phases=tuple(map(crossing, option.phases))) for option in of.options),
+        helpers=helpers,
+    )
+
+
 def _most(of: Problem, consumed_only: bool) -> int:
     """Bytes of the largest phase with all of its components on the device; ``consumed_only``: count only values that it reads."""
     weights = {component.name: component.weight_bytes() for component in of.components}
@@ -76,8 +110,8 @@ def _most(of: Problem, consumed_only: bool) -> int:
     )
 
 
-def _hardware(rng: random.Random) -> Hardware:
-    on = hardware(context_bytes=rng.choice((0, 0, 512)), workspace_bytes=rng.choice((0, 0, 100)))
+def _hardware(rng: random.Random, driver: bool = True) -> Hardware:
+    on = hardware(context_bytes=rng.choice((0, 0, 512)) * driver, workspace_bytes=rng.choice((0, 0, 100)) * driver)
     return replace(on, h2d_bytes_per_second=rng.choice((512.0, 4096.0)), d2h_bytes_per_second=rng.choice((512.0, 4096.0)))
 
 

@@ -151,7 +151,7 @@ def test_every_plan_round_trips(plan: Plan) -> None:
         (8, "stream transformer keep all ring 680", "expected 'stream COMPONENT keep BLOCKS ring SIZE"),
         (9, "run all", "expected 'run'"),
         (4, "read", "expected 'read COMPONENT'"),
-        (2, "variant t5 nf4 tape device", "expected 'variant COMPONENT PRECISION pinned|pageable|disk device|cpu'"),
+        (2, "variant t5 nf4 tape device", "expected 'variant COMPONENT PRECISION pinned|pageable|disk device|device1|cpu'"),
         (2, "option decode", "expected 'option STAGE NAME'"),
         (2, "order", "expected 'order STAGE STAGE ...'"),
         (2, "again", "expected a slot"),

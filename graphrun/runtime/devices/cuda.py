@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from mmap import PAGESIZE
 from typing import Any, get_args
 
@@ -77,6 +78,10 @@ class CudaDevice(Device):
                 yield
             finally:
                 torch.cuda.set_per_process_memory_fraction(before, self._index)
+
+    def current(self) -> AbstractContextManager[Any]:
+        """``torch.cuda.device``."""
+        return torch.cuda.device(self._index)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor, allocated on the compute stream."""
@@ -208,7 +213,9 @@ class CudaDevice(Device):
         """OutOfMemory by its type; BrokenPlan for other CUDA errors, which are sticky and asynchronous, so their origin is
         unknown."""
         if isinstance(error, torch.OutOfMemoryError):
-            return OutOfMemory(f"{self.torch_device} refused an allocation: {str(error).splitlines()[0]}")
+            which = re.search(r"GPU ([0-9]+) has a total capacity", str(error))  # c10/cuda/CUDACachingAllocator.cpp
+            device = f"cuda:{which[1]}" if which else self.torch_device
+            return OutOfMemory(f"{device} refused an allocation: {str(error).splitlines()[0]}")
         if isinstance(error, torch.AcceleratorError):
             return BrokenPlan(f"{self.torch_device} failed: {str(error).splitlines()[0]}; this process cannot use it again")
         return None

@@ -81,9 +81,26 @@ class Device(ABC):
 
     name: str  # in a trace
     torch_device: torch.device  # on which ops compute
+    helpers: tuple[Device, ...] = ()  # further devices of the machine, on which components may compute as a whole
 
     def __init__(self) -> None:
         self.arenas = Arenas()  # counters of the live host memory that `arena` allocated, and of its page-locked part
+
+    def with_helpers(self, helpers: Sequence[Device]) -> Device:
+        """This device, with ``helpers``, whose host memory counts as its own."""
+        self.helpers = tuple(helpers)
+        for helper in helpers:
+            helper.arenas = self.arenas
+        return self
+
+    @property
+    def every(self) -> tuple[Device, ...]:
+        """This device and its helpers, by number."""
+        return self, *self.helpers
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Context in which kernels are launched on this device."""
+        return nullcontext()
 
     @property
     def memory(self) -> Any:
@@ -188,6 +205,11 @@ class Device(ABC):
     def explain(self, error: BaseException) -> GraphrunError | None:
         """The GraphrunError for ``error``, or None if it does not concern this device's memory or copies."""
 
+    def refused(self, error: BaseException) -> bool:
+        """Whether ``error``, of memory, is about this device: its message names it."""
+        return str(self.torch_device) in str(error)
+
     def tiers(self) -> dict[str, int]:
         """Bytes in use by memory tier (see `graphrun.trace.Tier`)."""
-        return {"device": self.allocated_bytes, **{name: self.arenas.nbytes(name) for name in ("arenas", "pinned")}}
+        found = {"device": self.allocated_bytes, **{name: self.arenas.nbytes(name) for name in ("arenas", "pinned")}}
+        return found | {f"device{number}": helper.allocated_bytes for number, helper in enumerate(self.helpers, 1)}

@@ -13,15 +13,20 @@ def open_device(problem: Problem, *, check_ordering: bool = False) -> Device:
 
     Raises InputError if there is none.
     """
-    return open_hardware(problem.hardware, check_ordering=check_ordering)
+    device = open_hardware(problem.hardware, check_ordering=check_ordering)
+    pairs = enumerate(problem.helpers, 1)
+    return device.with_helpers([open_hardware(of.hardware, number, device) for number, of in pairs])
 
 
-def open_hardware(hardware: Hardware, *, check_ordering: bool = False) -> Device:
-    """The device that ``hardware`` describes. Raises InputError if there is none."""
+def open_hardware(hardware: Hardware, number: int = 0, beside: Device | None = None, *, check_ordering: bool = False) -> Device:
+    """The device that ``hardware`` describes, ``number`` of those of its kind. Raises InputError if there is none.
+
+    ``beside``: the first device, where this is a helper of it."""
     if hardware.device == "sim":
         from graphrun.runtime.devices.simulated import SimulatedDevice
         from graphrun.sim import Machine
 
+        assert beside is None or isinstance(beside, SimulatedDevice)
         return SimulatedDevice(
             Machine(
                 capacity_bytes=hardware.capacity_bytes,
@@ -35,6 +40,7 @@ def open_hardware(hardware: Hardware, *, check_ordering: bool = False) -> Device
                 page_lock_seconds=hardware.page_lock_seconds,
                 check_ordering=check_ordering or None,
                 pages=Caching(hardware.page_scale) if hardware.caching_allocator else None,
+                beside=None if beside is None else beside.machine,
             )
         )
     if check_ordering:
@@ -42,5 +48,5 @@ def open_hardware(hardware: Hardware, *, check_ordering: bool = False) -> Device
     if hardware.device == "cuda":
         from graphrun.runtime.devices.cuda import CudaDevice
 
-        return CudaDevice(workspace_bytes=hardware.workspace_bytes)
+        return CudaDevice(number, workspace_bytes=hardware.workspace_bytes)
     raise InputError(f"hardware {hardware.name} computes on {hardware.device!r}, which this version cannot run on; use cuda or sim")

@@ -22,7 +22,7 @@ class SimulatedDevice(Device):
 
     def __init__(self, machine: sim.Machine) -> None:
         super().__init__()
-        self.machine, self.torch_device = machine, sim.device
+        self.machine, self.torch_device = machine, machine.device
 
     @property
     def memory(self) -> Any:
@@ -31,13 +31,19 @@ class SimulatedDevice(Device):
 
     @contextmanager
     def session(self, cap_bytes: int) -> Iterator[None]:
-        """Activates the machine with a capacity of at most ``cap_bytes``. Ops run on its compute timeline, whichever was current.
+        """Activates the machine with a capacity of at most ``cap_bytes``; one beside another becomes active with that one. Ops run
+        on its compute timeline, whichever was current.
 
         Leaving restores its capacity, unless it was changed meanwhile.
         """
         before, ordering = self.machine.capacity_bytes, self.machine.ordering
         capped = cap_bytes if before is None else min(before, cap_bytes)
-        with self.machine, contextlib.nullcontext() if ordering is None else ordering.watching():
+        first = self.machine is self.machine.machines[0]
+        with contextlib.ExitStack() as stack:
+            if first:
+                stack.enter_context(self.machine)
+            if first and ordering is not None:
+                stack.enter_context(ordering.watching())
             self.machine.capacity_bytes = capped
             try:
                 with self.machine.clock.on("compute", synchronous=True):

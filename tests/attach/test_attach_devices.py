@@ -1,0 +1,53 @@
+"""Pipelines attached to two devices: components stay on both between calls, and detaching empties both."""
+
+from __future__ import annotations
+
+import pytest
+from campaign import sampled
+from test_attach_pipelines import equal, weight_bytes
+from tiny_pipelines import cases
+
+import graphrun
+from graphrun.errors import InputError
+from graphrun.report.summary import broken_caps
+from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.sim import Machine
+
+CASES = cases()
+NAMES = ("StableDiffusionPipeline", "FluxPipeline", "WanPipeline")
+
+
+def two_devices() -> SimulatedDevice:
+    main = Machine()
+    device = SimulatedDevice(main)
+    device.with_helpers([SimulatedDevice(Machine(beside=main))])
+    return device
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sampled(NAMES, NAMES[:1], "helpers"))
+def test_what_one_device_cannot_hold_stays_on_two(name: str) -> None:
+    case, device = CASES[name], two_devices()
+    plain, pipe = case.build(), case.build()
+    vram = [int(0.8 * weight_bytes(pipe)), weight_bytes(pipe)]
+    with graphrun.attach(pipe, vram=vram, device=device) as attached:
+        moved = []
+        for _ in range(3):
+            assert equal(case.call(pipe), case.call(plain))
+            assert attached.solution is not None
+            assert attached.trace is not None
+            assert broken_caps(attached.solution, attached.trace) == []
+            assert any(component.variants[0].helper for component in attached.solution.chosen.components)
+            moved.append(attached.trace.moved_bytes)
+            assert attached.held_bytes == sum(each.allocated_bytes for each in device.every)
+        assert moved[1] == moved[2] <= moved[0]
+        attached.release()
+        assert attached.held_bytes == 0
+        assert equal(case.call(pipe), case.call(plain))
+    assert [each.allocated_bytes for each in device.every] == [0, 0]
+
+
+def test_each_device_has_a_budget() -> None:
+    pipe = CASES["StableDiffusionPipeline"].build()
+    with pytest.raises(InputError, match="vram has budgets of 1 devices, and device is 2"):
+        graphrun.attach(pipe, vram="1G", device=two_devices())

@@ -1,0 +1,176 @@
+"""Components on helpers: they compute there, caps hold on every device, time is as planned, and nothing is left anywhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from campaign import sampled
+from small_component import (
+    ACTIVATION_BYTES,
+    ROWS,
+    WIDTH,
+    Small,
+    calls_to,
+    device_of,
+    hardware,
+    plain,
+    plan_of,
+    problem,
+    run,
+    untouched,
+    use,
+)
+
+from graphrun.errors import OutOfMemory, TransferFailed
+from graphrun.model.problem import Helper, Problem
+from graphrun.runtime.executor import Session
+from graphrun.runtime.host import Host
+from graphrun.verify.check import check
+from graphrun.verify.simulate import simulate
+from graphrun.verify.solution import solution_of
+
+ON, HELPER = hardware(), hardware(h2d=5e8, flops=5e10)
+CALLS = ["a", "b", "b", "a"]
+PASSED = ROWS * WIDTH * 4
+CROSSINGS = 4  # of two calls
+TEXT = """
+    slot s0/0:a load
+      load a all from pinned
+    slot s0/0:a first
+      load b all from pinned
+      run
+    slot s1/0:b load
+    slot s1/0:b first
+      run
+    slot s1/0:b steady x1
+      run
+    slot s2/0:a load
+    slot s2/0:a first
+      run
+    slot end
+      evict a all
+      evict b all
+"""
+KEEPING = TEXT.replace("      evict a all\n      evict b all\n", "")
+SESSION = f"""
+    leaves a all
+    leaves b all
+    {KEEPING}
+    again
+    slot s0/0:a load
+    slot s0/0:a first
+      run
+    slot s1/0:b load
+    slot s1/0:b first
+      run
+    slot s1/0:b steady x1
+      run
+    slot s2/0:a load
+    slot s2/0:a first
+      run
+    slot end
+"""
+
+
+def case(runs: int = 1, helper_bytes: int = 1 << 30) -> Problem:
+    """``b`` on a helper that computes and copies half as fast as the device."""
+    uses = [use("a", 1, ON), use("b", 2, ON), use("a", 1, ON)]
+    of = problem({"a": Small(), "b": Small()}, [[replace(each, crossing=(PASSED, PASSED))] for each in uses], ON)
+    a, b = of.components
+    there = replace(b.variants[0], device="device1", streamable=False, slowdown=2.0)
+    there = replace(there, load_seconds=tuple(2 * seconds for seconds in there.load_seconds))
+    phases = tuple(replace(phase, glue_bytes=ACTIVATION_BYTES // 2) for phase in of.phases)
+    helpers = (Helper(HELPER, helper_bytes),)
+    return replace(of, components=(a, replace(b, variants=(there,))), phases=phases, helpers=helpers, runs=runs)
+
+
+def modules() -> dict[str, Small]:
+    return {"a": Small(), "b": Small(1)}
+
+
+def test_it_computes_on_the_helper_with_the_same_bits_in_the_planned_time() -> None:
+    of = case()
+    plan, device, own = plan_of(of, TEXT), device_of(of), modules()
+    (helper,) = device.helpers
+    assert check(of, plan) == ()
+    seen: list[tuple[str, str]] = []
+    own["b"].inside = lambda x: seen.append((str(x.device), str(own["b"].device)))
+    trace = run(of, plan, Host(own, of, device), device, CALLS)
+    planned = simulate(of, plan)
+    assert torch.equal(trace.outputs["x"], plain(modules(), CALLS))
+    assert seen == [("sim:1", "sim:1")] * 2
+    assert trace.seconds == pytest.approx(planned.seconds, rel=0.01)
+    assert trace.moved_bytes == planned.moved_bytes
+    assert helper.machine.bytes_across == device.machine.bytes_across == 2 * PASSED
+    for slot, measured in zip(planned.slots, trace.slots, strict=True):
+        assert measured.helper_peaks[0] <= slot.helper_peaks[0]
+        assert measured.peak_bytes <= slot.peak_bytes
+    weights = of.component("b").weight_bytes()
+    assert planned.slots[0].helper_peaks == (0,)
+    assert planned.slots[1].helper_peaks == planned.slots[2].helper_peaks == (weights,)
+    assert planned.slots[3].helper_peaks == (weights + ACTIVATION_BYTES + PASSED,)
+    assert device.allocated_bytes == helper.allocated_bytes == 0
+    assert all(map(untouched, own.values()))
+
+
+def test_a_load_for_the_helper_overlaps_one_for_the_device() -> None:
+    of = case()
+    loads = "      load a all from pinned\n      load b all from pinned\n"
+    text = TEXT.replace("      load b all from pinned\n", "").replace("      load a all from pinned\n", loads, 1)
+    device = device_of(of)
+    trace = run(of, plan_of(of, text), Host(modules(), of, device), device, CALLS)
+    seconds = trace.slots[0].end_seconds - trace.slots[0].start_seconds
+    alone = of.component("b").weight_bytes() / HELPER.h2d_bytes_per_second
+    assert seconds == pytest.approx(alone, rel=0.01)
+    assert simulate(of, plan_of(of, text)).slots[0].seconds == pytest.approx(alone, rel=0.01)
+
+
+def test_in_a_session_it_stays_on_the_helper() -> None:
+    of = case(runs=2)
+    plan, device = plan_of(of, SESSION), device_of(of)
+    (helper,) = device.helpers
+    host = Host(modules(), of, device)
+    with Session(solution_of(of, plan), host, device) as session:
+        for moved in (True, False):
+            trace = session.run(lambda: calls_to(host.modules, CALLS, device.torch_device))
+            assert torch.equal(trace.outputs["x"], plain(modules(), CALLS))
+            assert bool(trace.moved_bytes) == moved
+            assert helper.allocated_bytes == of.component("b").weight_bytes()
+    assert device.allocated_bytes == helper.allocated_bytes == 0
+
+
+def test_the_cap_of_the_helper_holds() -> None:
+    of = case(helper_bytes=case().component("b").weight_bytes() + ACTIVATION_BYTES + PASSED)
+    assert check(of, plan_of(of, TEXT)) == ()
+    less = replace(of, helpers=(replace(of.helpers[0], budget_bytes=of.helpers[0].budget_bytes - 1),))
+    assert [violation.rule for violation in check(less, plan_of(less, TEXT))] == ["helper"] * 2
+    device, own = device_of(of), modules()
+    own["b"].inside = lambda x: x.new_empty(1 << 20)  # more than was traced
+    with pytest.raises(OutOfMemory, match="s1/0:b first: .* sim:1 has a capacity of") as caught:
+        run(of, plan_of(of, TEXT), Host(own, of, device), device, CALLS)
+    assert (caught.value.helper, caught.value.phase, caught.value.part) == (1, "s1/0:b", "first")
+    assert device.allocated_bytes == device.helpers[0].allocated_bytes == 0
+    assert all(map(untouched, own.values()))
+
+
+@pytest.mark.parametrize("step", sampled((1, 37), (37,), "faults"))
+@pytest.mark.parametrize("fault", ["fail_allocation", "fail_copy"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_after_an_error_at_any_allocation_or_copy_nothing_is_left(fault: str, number: int, step: int) -> None:
+    of, own = case(), modules()
+    device = device_of(of)
+    host, machine = Host(own, of, device), device.every[number].machine
+    expected = plain(modules(), CALLS)
+    run(of, plan_of(of, TEXT), host, device, CALLS)
+    count = machine.allocations if fault == "fail_allocation" else machine.copies_in + machine.copies_out + CROSSINGS
+    assert count > 10
+    for at in range(1, count + 1, step):
+        setattr(machine, fault, at)
+        with pytest.raises((OutOfMemory, TransferFailed)) as caught:
+            run(of, plan_of(of, TEXT), host, device, CALLS)
+        assert getattr(caught.value, "helper", number) == number
+        assert [each.allocated_bytes for each in device.every] == [0, 0]
+        assert all(map(untouched, own.values()))
+    assert torch.equal(run(of, plan_of(of, TEXT), host, device, CALLS).outputs["x"], expected)

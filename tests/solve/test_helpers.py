@@ -1,0 +1,115 @@
+"""Components on helpers: the solver against brute force, the rules of `check`, and what a helper's budget decides."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from campaign import sampled
+from planner_oracle import Oracle
+from planner_problems import component, hardware, problem
+from planner_random import with_helpers
+
+from graphrun.diffusers_.device_map import plan_for
+from graphrun.errors import InputError
+from graphrun.model.plan import parse
+from graphrun.model.problem import Helper, PhaseNumbers, Problem, Use
+from graphrun.profile import hardware as devices
+from graphrun.profile.problems import Limits, problem_of
+from graphrun.solve.actions import plan_of
+from graphrun.solve.milp import Formulation
+from graphrun.solve.orders import stage_choices
+from graphrun.solve.search import choose
+from graphrun.solve.solve import solve
+from graphrun.verify.check import check
+from graphrun.verify.simulate import simulate
+
+SEEDS = 500
+BLOCKS = [range(start, start + 10) for start in range(0, SEEDS, 10)]
+
+
+def on_helpers(of: Problem, variants: tuple[tuple[str, str], ...]) -> list[str]:
+    """Components that ``variants`` of a plan place on helpers."""
+    only = [(component.name, component.variants[0].name) for component in of.components if len(component.variants) == 1]
+    return [name for name, variant in (*variants, *only) if variant.split()[2] not in ("device", "cpu")]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seeds", sampled(BLOCKS, BLOCKS[:1], "random"), ids=str)
+def test_solver_agrees_with_brute_force(seeds: range) -> None:
+    placed = 0
+    for seed in seeds:
+        of = with_helpers(seed)
+        best = Oracle(of).best(of.effective_bytes)
+        found, _ = stage_choices(of, dominated=True)
+        answer = choose([Formulation(reordered.program) for reordered in found])
+        assert (answer is None) == (best is None), f"{seed}: feasible is {best is not None}"
+        if answer is None or best is None:
+            continue
+        program, choice, chosen = answer.program, answer.choice, found[answer.number]
+        assert program.seconds(choice) == pytest.approx(best[0], rel=1e-6, abs=1e-6), seed
+        assert program.moved_bytes(choice) == best[1], seed
+        plan = plan_of(program, choice, of, chosen.options, chosen.order)
+        assert check(of, plan) == (), seed
+        assert parse(str(plan)) == plan, seed
+        run = simulate(of, plan)
+        assert run.total_moved_bytes == best[1], seed
+        assert run.peak_bytes <= of.effective_bytes, seed
+        for number, helper in enumerate(of.helpers):
+            peaks = [slot.helper_peaks[number] for slot in (*run.slots, *run.again)]
+            assert max(peaks) == max(program.helper_bytes(choice, number + 1), default=0) <= helper.effective_bytes, seed
+        placed += bool(on_helpers(of, plan.variants))
+    assert placed or seeds != BLOCKS[0], "no problem of these places a component on a helper"
+
+
+def two_cards(budget_bytes: int = 8000) -> Problem:
+    """A text encoder and a transformer, each of which may be on either device."""
+    used = (("te", 1), ("dit", 9))
+    components = []
+    for name, _ in used:
+        made = component(name, ("k", 4, 1024), seconds_per_byte=1 / 256)
+        there = replace(made.variants[0], device="device1", streamable=False, slowdown=1.01)
+        components.append(replace(made, variants=(made.variants[0], there)))
+    phases = tuple(PhaseNumbers(f"s{name}", 0, (Use(name, n, (n,), (1.0,), crossing=(512, 512)),), 0, 512, 512) for name, n in used)
+    of = problem(budget_bytes, tuple(components), phases, on=hardware())
+    return replace(of, helpers=(Helper(hardware(), 8000),))
+
+
+def test_where_the_first_device_is_short_the_encoder_is_on_the_second() -> None:
+    short = replace(two_cards(5000), runs=100)
+    solution = solve(short)
+    assert on_helpers(short, solution.plan.variants) == ["te"]
+    assert "variant te bfloat16 pinned device1" in str(solution.plan)
+    assert solution.simulation.again_moved_bytes == 0
+    assert solution.simulation.total_seconds < solve(replace(short, helpers=(Helper(hardware(), 0),))).simulation.total_seconds
+
+
+@pytest.mark.sweep("helpers")
+def test_a_large_problem_is_no_slower_with_a_helper_than_without(dry: Any) -> None:
+    """It is solved within a gap, in which the plan with the helper was slower."""
+    graph, probed, inputs = dry("flux-dev")
+
+    def seconds(*helpers: Helper) -> float:
+        limits = Limits(24 * 2**30, 64 * 2**30, runs=10, helpers=helpers)
+        return solve(problem_of(graph, probed, devices.hardware("rtx4090"), limits, inputs)).simulation.total_seconds
+
+    assert seconds(Helper(devices.hardware("rtx3060"), 12 * 2**30)) <= seconds()
+
+
+def test_a_problem_with_one_device_says_nothing_of_others() -> None:
+    text = json.dumps(problem(8000, (component("a", ("k", 4, 1024)),), (PhaseNumbers("s", 0, (), 0, 0, 0),)).to_json())
+    assert not [word for word in ("helper", "crossing") if word in text]
+    assert "helper" in json.dumps(two_cards().to_json())
+
+
+def test_a_device_map_with_numbers_is_a_plan() -> None:
+    of = two_cards()
+    solution = plan_for(of, {"te": {"": 1}, "dit": {"": 0}})
+    assert check(solution.problem, solution.plan) == ()
+    assert on_helpers(of, solution.plan.variants) == ["te"]
+    assert solution.simulation.seconds >= solve(of).simulation.seconds
+    for wrong in ({"te": {"": 2}}, {"dit": {"k.0": 1, "k.1": 0, "k.2": 0, "k.3": 0}}):
+        with pytest.raises(InputError, match="the plan has 2 devices"):
+            plan_for(of, wrong)
