@@ -308,7 +308,7 @@ def attach(
                        ``empty``: nothing stays. `Attachment.release` empties the device on demand, and so does an error
     ``budget``         in place of ``vram``, ``ram``, ``pinned`` and ``disk``: pipelines attached with one `Budget` share it. The
                        one that is called has all of it; of the others, those called longest ago give way first
-    ``vram``           None: what the device has free now, less a twentieth; ``["24G", "12G"]`` of several devices
+    ``vram``           None or ``auto``: what the device has free now, less 5 %; ``["24G", "12G"]`` of several
     ``allow``          ``cpu``: components may compute there, which changes outputs
     ``device``         ``cuda``, ``sim``, ``["cuda:0", "cuda:1"]``, or a `graphrun.runtime.devices.device.Device`
     ``cache``          a folder of dry runs and plans: a call of a kind that was planned there before is not planned again
@@ -350,7 +350,7 @@ def attach(
     else:
         opened = given
     rows = zip(several, cards, opened.every, strict=True)
-    vram_bytes, *others = [_free_bytes(at, of) if row.vram is None else _vram_bytes(row.vram, of) for row, of, at in rows]
+    vram_bytes, *others = [_free_bytes(at, of) if row.vram in (None, "auto") else _vram_bytes(row.vram, of) for row, of, at in rows]
     helpers = tuple(Helper(of, nbytes) for of, nbytes in zip(cards[1:], others, strict=True))
     ram_bytes = ram_budget(budget.ram, components_of(pipe, components).values())
     host = _size(budget.pinned, "pinned", ram_bytes), _size(budget.disk, "disk")
@@ -472,12 +472,14 @@ def _vram_bytes(vram: str | int, hardware: Hardware) -> int:
 
 
 def _free_bytes(device: Device, hardware: Hardware) -> int:
-    """The default budget: the smaller of the device's memory and what it has free, context and workspace included, less a twentieth
-    for what other programs take later. Raises InputError for a simulated device without a limit."""
+    """The default budget (`graphrun.profile.hardware.budget_of`), of the smaller of the device's memory and what it has free,
+    context and workspace included. Raises InputError for a simulated device without a limit."""
+    from graphrun.profile.hardware import budget_of
+
     available_bytes = device.available_bytes + hardware.context_bytes + hardware.workspace_bytes
     if hardware.device == "sim" and available_bytes >= hardware.capacity_bytes:
         raise InputError("the simulated device has no memory of its own: give vram, such as vram='8G'")
-    return int(0.95 * min(available_bytes, hardware.capacity_bytes))
+    return budget_of(min(available_bytes, hardware.capacity_bytes))
 
 
 def _size(text: str | int | None, name: str, whole_bytes: int | None = None) -> int | None:

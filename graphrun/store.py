@@ -19,11 +19,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -42,6 +42,9 @@ from graphrun.profile.recording import DryRun
 from graphrun.reading import read_text
 from graphrun.solve.granularity import split_into_layers
 from graphrun.verify.solution import checked_solution
+
+if TYPE_CHECKING:
+    from graphrun.solve.frontier import Frontier
 
 # Dry runs that come with graphrun, as entries; in a checkout there are none, or those of the last wheel that was built.
 SHIPPED = Path(__file__).parent / "dry_runs"
@@ -145,7 +148,7 @@ def solution_for(problem: Problem, store: Store | None, solved: Callable[[float]
     solution = solve(problem)
     if solved is not None:
         solved(time.perf_counter() - start)
-    _store_plan(problem, solution, store)
+    keep_plan(problem, solution, store)
     return solution
 
 
@@ -156,8 +159,34 @@ def fitting_for(problem: Problem, store: Store | None) -> Solution | None:
     from graphrun.solve.pages import solved
 
     if (solution := solved(problem)) is not None:
-        _store_plan(problem, solution, store)
+        keep_plan(problem, solution, store)
     return solution
+
+
+def advice_for(problem: Problem, solution: Solution, options: Callable[[], Iterable[Any]], store: Store | None) -> tuple[Any, ...]:
+    """`graphrun.solve.advice` for ``solution``, the plan of ``problem``: read from ``store``, else solved for and stored.
+    ``options``: repairs that take dry runs."""
+    from graphrun.solve.advice import advice, worthwhile  # imports highspy
+    from graphrun.solve.repairs import Repair
+
+    found = _stored(store, "advice", _plan_key(problem), TypeAdapter(list[Repair]).validate_python)
+    if found is None:
+        found = list(advice(problem, options()))
+        if store is not None:
+            store.put("advice", _plan_key(problem), [asdict(repair) for repair in found])
+    return worthwhile(found, solution)
+
+
+def frontier_for(problem: Problem, budgets: Iterable[int], store: Store | None) -> Frontier:
+    """`graphrun.solve.frontier.frontier`, with plans read from ``store`` and kept there: that of a smaller budget too, where it is
+    the faster one."""
+    from graphrun.solve.frontier import frontier  # imports highspy
+
+    points = frontier(problem, budgets, lambda of: fitting_for(of, store))
+    for point in points:
+        if point.solution is not None:
+            keep_plan(replace(problem, budget_bytes=point.budget_bytes), point.solution, store)
+    return points
 
 
 def _stored_plan(problem: Problem, store: Store | None) -> Solution | None:
@@ -167,7 +196,8 @@ def _stored_plan(problem: Problem, store: Store | None) -> Solution | None:
     return _stored(store, "plan", _plan_key(problem), read) if store is not None else None
 
 
-def _store_plan(problem: Problem, solution: Solution, store: Store | None) -> None:
+def keep_plan(problem: Problem, solution: Solution, store: Store | None) -> None:
+    """Stores ``solution`` as the best plan for ``problem``, whose components are as they were before any was split."""
     if store is not None:
         proof = [getattr(solution, field.name) for field in fields(Solution)[3:]]
         layers = [component.name for component in solution.problem.components if component.granularity == "layers"]

@@ -200,12 +200,28 @@ def test_without_a_budget_a_plan_is_for_the_card_here_or_says_which_one_it_assum
     code, out, err = graphrun("plan", TINY)
     assert (code, "\nnext, on that card: graphrun run " in out) == (0, True)
     assert "no CUDA device here: this is for an rtx4090" in err
-    assert "all that the rtx4090 has, 24.00 GiB" in err
+    assert "--vram auto: 24.00 GiB, what the rtx4090 has\n" in err
     monkeypatch.setattr(hardware, "found", lambda: hardware.priors()["rtx4090"])
     monkeypatch.setattr(hardware, "free_bytes", lambda: 7 * 2**30)
-    code, out, err = graphrun("plan", TINY)
-    assert (code, " of 7 GiB" in out, "all that the rtx4090 has free, 7.00 GiB" in err) == (0, True, True)
-    assert "\nnext: graphrun run " in out
+    has = "what the rtx4090 has free (7.00 GiB) less a twentieth for other programs"
+    for auto in ((), ("--vram", "auto")):
+        code, out, err = graphrun("plan", TINY, *auto)
+        assert (code, " of 6.6 GiB" in out, f"--vram auto: 6.65 GiB, {has}\n" in err) == (0, True, True)
+        assert "\nnext: graphrun run " in out
+
+
+def test_a_budget_above_what_the_card_has_free_less_its_margin_is_warned_of(graphrun: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from graphrun.profile import hardware
+
+    monkeypatch.setattr(hardware, "found", lambda: hardware.priors()["rtx4090"])
+    monkeypatch.setattr(hardware, "free_bytes", lambda: 7 * 2**30)
+    for vram, warned in (("6.7G", True), ("50%", True), ("6.6G", False)):
+        code, _, err = graphrun("plan", TINY, "--vram", vram)
+        assert (code, f"--vram {vram} is more than 6.65 GiB, what the rtx4090 has free" in err) == (0, warned)
+    err = graphrun("plan", TINY, "--vram", "24G", "--hardware", "rtx3090")[2]
+    assert "is more than" not in err, "that is not the card here"
+    err = graphrun("plan", TINY, "--vram", "auto", "--device", "sim")[2]
+    assert "has no memory of its own" in err
 
 
 LOST = """

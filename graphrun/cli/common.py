@@ -26,7 +26,7 @@ from graphrun.reading import printable
 from graphrun.report import plan_files as planfile
 from graphrun.report.screen import Look
 from graphrun.report.verdicts import made_by
-from graphrun.units import show_size
+from graphrun.units import parse_size, show_size
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
@@ -78,7 +78,8 @@ class Planned:
 
     ``source`` is the graph's file, ``saved`` that of a plan that was read. ``solution`` is None until the graph is planned.
     ``solve_seconds`` is None where the plan was found in the cache, or read from a file without it. ``precomputed``: cached stage
-    outputs by name, whose stages are not planned. ``downloads``: what a run of it takes from the hub and is not here.
+    outputs by name, whose stages are not planned. ``downloads``: what a run of it takes from the hub and is not here. ``problem``:
+    what was solved, None where a saved plan was read. ``advice``: `Repair`s that would make a slow plan faster.
     """
 
     graph: Graph
@@ -88,6 +89,8 @@ class Planned:
     saved: Path | None = None
     precomputed: dict[str, Any] = field(default_factory=dict)
     downloads: list[Download] = field(default_factory=list)
+    problem: Any = None
+    advice: tuple[Any, ...] = ()
 
 
 def named(path: Path, asked: Asked, *, to_run: bool = False) -> Planned:
@@ -112,13 +115,21 @@ def _allowing(problem: Problem) -> str:
 
 
 def planned(
-    made: Planned, asked: Asked, reuse: str, *, to_run: bool = False, random_weights: bool = False, told: Told = None
+    made: Planned,
+    asked: Asked,
+    reuse: str,
+    *,
+    to_run: bool = False,
+    random_weights: bool = False,
+    told: Told = None,
+    advise: bool = False,
 ) -> Planned:
     """Plans the graph of ``made``, unless it has a plan. Bad input is refused first, since planning takes seconds.
 
     ``to_run``: the plan is about to be run, so inputs, device and sources are checked too; ``told`` gets a line for each
     repository that something is to be downloaded from. ``reuse``: which cached stage outputs take the place of their stages
-    (``encoded``, ``all``, ``none``); none where weights are missing, since outputs are cached by their content.
+    (``encoded``, ``all``, ``none``); none where weights are missing, since outputs are cached by their content. ``advise``: whether
+    to look for what would make a slow plan faster.
     """
     graph, inputs, cache = made.graph, asked.inputs, cache_folder(asked.no_cache)
 
@@ -177,8 +188,17 @@ def planned(
                 found = (*error.repairs, *remedies(graph, inputs, arguments["allow"], estimate))
                 error.repairs = tuple(sorted(found, key=lambda repair: (repair.changes_output, repair.seconds)))
             raise
-    took = seconds[0] if seconds else None
-    return replace(made, solution=solution, solve_seconds=took, precomputed=precomputed, downloads=downloads)
+    made = replace(made, solution=solution, solve_seconds=seconds[0] if seconds else None, problem=problem)
+    if advise and solution.slow:
+        from graphrun.files import Store
+        from graphrun.solve.remedies import options_of
+        from graphrun.store import advice_for
+
+        store = Store(cache) if cache is not None else None
+        with native_stdout_to_stderr(), alive(f"what would make {graph.name} faster"):
+            found = advice_for(problem, solution, lambda: options_of(graph, inputs, problem.allow, estimate), store)
+        made = replace(made, advice=found)
+    return replace(made, precomputed=precomputed, downloads=downloads)
 
 
 def echo(text: str, *, nl: bool = True, err: bool = False) -> None:
@@ -187,22 +207,30 @@ def echo(text: str, *, nl: bool = True, err: bool = False) -> None:
 
 
 def budgeted(asked: Asked, hardware: Any) -> Asked:
-    """``asked`` with a VRAM budget: without ``--vram`` what the card here has free, else all of the one that is planned for.
+    """``asked`` with a VRAM budget: without ``--vram``, or with ``--vram auto``, what the card here has free less a margin, else
+    all of the one that is planned for. Warns of a budget that is more than that.
 
     Raises InputError for the simulated device, which has no memory of its own.
     """
     from graphrun.profile import hardware as devices
 
-    if asked.vram is not None:
+    given = asked.vram not in (None, "auto")
+    if given and (asked.hardware is not None or hardware.device == "sim" or "," in str(asked.vram)):
         return asked
     if hardware.device == "sim":
         raise InputError("the simulated device has no memory of its own: add --vram, such as --vram 8G")
     free_bytes = devices.free_bytes() if asked.hardware is None else None
-    which = "has free" if free_bytes is not None else "has"
+    nbytes = hardware.capacity_bytes if free_bytes is None else devices.budget_of(free_bytes)
+    has = f"{show_size(nbytes)}, what the {hardware.name} has"
+    if free_bytes is not None:
+        has += f" free ({show_size(free_bytes)}) less a twentieth for other programs"
+    if given:
+        if free_bytes is not None and parse_size(str(asked.vram), whole_bytes=hardware.capacity_bytes, name="vram") > nbytes:
+            say(f"--vram {asked.vram} is more than {has}: where that runs out, what is left is planned again; --vram auto is safe")
+        return asked
     if free_bytes is None and asked.hardware is None:
         say(f"no CUDA device here: this is for an {hardware.name}; --hardware names another card")
-    nbytes = free_bytes or hardware.capacity_bytes
-    say(f"no --vram: all that the {hardware.name} {which}, {show_size(nbytes)}")
+    say(f"--vram auto: {has}")
     return replace(asked, vram=str(nbytes))
 
 

@@ -56,7 +56,7 @@ class Asked:
     vram: Annotated[
         str | None,
         typer.Option(
-            help="VRAM budget, as nvidia-smi would show it: 8G, 7.5GiB, 50%; 24G,12G for two cards; default: what is free.",
+            help="VRAM budget, as nvidia-smi would show it: 8G, 7.5GiB, 50%; 24G,12G for two cards; auto: what is free, less 5 %.",
             show_default=False,
         ),
     ] = None

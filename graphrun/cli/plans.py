@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,6 +14,7 @@ from graphrun.cli.common import (
     GraphFile,
     OnlyGraph,
     app,
+    budgeted,
     cache_folder,
     checked_reuse,
     echo,
@@ -30,14 +30,11 @@ from graphrun.cli.options import Asked, Reuse, Verbose, shared
 from graphrun.cli.teams import FailOver, FailPeak, Limits
 from graphrun.cli.terminal import alive, width
 from graphrun.errors import InputError, PlanError
+from graphrun.files import Store
 from graphrun.reading import read_json
 from graphrun.report import plan_files as planfile
 from graphrun.report.screen import Look
 from graphrun.units import parse_size, typed_size
-
-if TYPE_CHECKING:
-    from graphrun.model.problem import Problem
-    from graphrun.model.solution import Solution
 
 
 @app.command()
@@ -55,13 +52,18 @@ def plan(
     """Plan a graph within a VRAM and a RAM budget, and show the plan. Needs no weights and no GPU."""
     from graphrun.report.screen import plan_screen
     from graphrun.report.summary import summarize
+    from graphrun.report.whatif_screens import advice_screen, repairs_json
 
     limits = Limits(fail_over, fail_peak)
-    made = planned(named(graph, asked), asked, checked_reuse(reuse))
+    made = planned(named(graph, asked), asked, checked_reuse(reuse), advise=True)
     summary = summarize(made.solution, made.solve_seconds)
     if out is not None:
         planfile.save(out, made.source, made.solution, summary)
-    show(summary, as_json, plan_screen(made.solution, made.solve_seconds, look(made, asked, verbose, out)))
+    shown = look(made, asked, verbose, out)
+    screen = plan_screen(made.solution, made.solve_seconds, shown)
+    if helps := advice_screen(made.solution, made.advice, shown):
+        screen += f"\n\n{helps}"
+    show({**summary, "advice": repairs_json(made.advice)}, as_json, screen)
     limits.hold(made.solution)
 
 
@@ -78,7 +80,7 @@ def explain(
     """Show every slot of a plan: actions, bytes, seconds. With COMPONENT: why it is placed as it is, and what others would cost."""
     from graphrun.report.screen import explain_screen
     from graphrun.report.summary import summarize
-    from graphrun.report.whatif_screens import alternatives_json, alternatives_screen
+    from graphrun.report.whatif_screens import alternatives_json, alternatives_screen, faster_than
 
     made = planned(named(graph, asked), asked, "none")
     solution = made.solution
@@ -86,10 +88,16 @@ def explain(
         show(summarize(solution, made.solve_seconds), as_json, explain_screen(solution))
         return
     from graphrun.solve.alternatives import alternatives
+    from graphrun.store import keep_plan
 
-    with native_stdout_to_stderr():
-        found = alternatives(solution, component)
-    show(alternatives_json(solution, component, found), as_json, alternatives_screen(solution, component, found))
+    with native_stdout_to_stderr(), alive(f"other placements of {component}"):
+        best, found = alternatives(solution, component)
+    screen = alternatives_screen(best, component, found)
+    if best is not solution:
+        store = _store(cache_folder(asked.no_cache)) if made.problem is not None else None
+        keep_plan(made.problem, best, store)
+        screen += f"\n{faster_than(solution, store is not None)}"
+    show(alternatives_json(best, component, found), as_json, screen)
 
 
 @app.command()
@@ -153,8 +161,8 @@ def frontier(
     input that fits each budget."""
     from graphrun.report.svg import rasterized
     from graphrun.report.whatif_screens import fastest, frontier_json, frontier_screen, frontier_svg
-    from graphrun.solve.frontier import frontier as solve_all
     from graphrun.solve.frontier import sizes_between, values_between
+    from graphrun.store import frontier_for
 
     if plot is not None and plot.suffix not in (".svg", ".png"):
         raise InputError(f"--plot {plot}: ends in .svg or .png")
@@ -167,14 +175,15 @@ def frontier(
     for _, own in swept:
         loaded.for_planning(own)  # refuse bad values before minutes of planning: each needs a dry run of its own
     hardware = hardware_for(asked.hardware, asked.device, False, cache)
-    budgets = sizes_between(asked.vram, whole_bytes=hardware.capacity_bytes if hardware.device != "sim" else None)
+    asked = budgeted(asked, hardware) if asked.vram == "auto" else asked
+    budgets = sizes_between(asked.vram or "", whole_bytes=hardware.capacity_bytes if hardware.device != "sim" else None)
     rows, problems = [], []
     for value, own in swept:
         arguments = {**asked.estimate_arguments, "hardware": hardware, "cache": cache}
         what = f"{name}={value}" if name else f"plans for {len(budgets)} budgets"
         with native_stdout_to_stderr(), alive(what):
             problems.append(api.estimate(loaded, vram=budgets[0], inputs=own, **arguments))
-            rows.append((value, solve_all(problems[-1], budgets, _planner(cache))))
+            rows.append((value, frontier_for(problems[-1], budgets, _store(cache))))
     if plot is not None:
         drawn = frontier_svg(problems[0], rows, name)
         if plot.suffix == ".svg":
@@ -197,7 +206,7 @@ def report(
     """Write a self-contained HTML page about a run: timeline, plan, planned and measured numbers, time against budget."""
     from graphrun.report.page import made_in, measured_in, report_page
     from graphrun.solve.frontier import budgets_around
-    from graphrun.solve.frontier import frontier as solve_all
+    from graphrun.store import frontier_for
 
     data = read_json(trace, PlanError)
     traced = isinstance(data, dict) and "events" in data
@@ -209,7 +218,7 @@ def report(
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise PlanError(f"is a damaged trace: {type(error).__name__} {error}", str(trace)) from error
     with native_stdout_to_stderr(), alive("plans for other budgets"):
-        points = solve_all(solution.problem, budgets_around(solution.problem), _planner(cache_folder(False)))
+        points = frontier_for(solution.problem, budgets_around(solution.problem), _store(cache_folder(False)))
     planfile.write_text(out, report_page(solution, measured, points, made))
     echo(f"wrote {out}")
 
@@ -222,10 +231,5 @@ def schema() -> None:
     echo(schema_text(), nl=False)
 
 
-def _planner(cache: Path | None) -> Callable[[Problem], Solution | None]:
-    """A function that returns the best plan for a problem, or None, and caches it in ``cache``."""
-    from graphrun.files import Store
-    from graphrun.store import fitting_for
-
-    store = Store(cache) if cache is not None else None
-    return lambda problem: fitting_for(problem, store)
+def _store(cache: Path | None) -> Store | None:
+    return Store(cache) if cache is not None else None

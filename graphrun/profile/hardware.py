@@ -11,7 +11,9 @@ A100, B200 and MI300X those of H100. Exponentials: 16 per multiprocessor and clo
 arithmetic instructions); softmax costs about three of them per score.
 
 Launches: from PyTorch's dispatch to the driver, a kernel takes the host about 5 us (2 to 9 us are measured for the driver's part);
-`sim` charges these (`DISPATCH_SECONDS`). `LAUNCH_SECONDS`, fitted too, has the Python code around an operator as well.
+`sim` charges these (`DISPATCH_SECONDS`). `LAUNCH_SECONDS`, fitted to times of whole pipelines, has diffusers' Python code around an
+operator as well. On `sim` tools are compared, each of which has code of its own around an operator and a copy; it is not timed
+there, and a flat 17 us for it would charge a tool's hooks nothing, and its copies as much as an operator of diffusers.
 
 Copies: pinned rates (GB/s) are what PCIe reaches: 3.0 x16 12, 4.0 x8 12, x16 25, 5.0 x8 25, x16 50 to 55. Pageable copies to the
 device reach `PAGEABLE_SHARE` of that. Copies to newly allocated pageable memory are bound by page faults (`FRESH_PAGES_RATE`). Both
@@ -254,6 +256,11 @@ def found() -> Hardware | None:
         workspace_bytes=workspace_bytes,
         spares_large_copies=properties.major == 9,
     )
+
+
+def budget_of(free_bytes: int) -> int:
+    """The VRAM budget where none is given: what the card has free, less a twentieth for what other programs take later."""
+    return int(0.95 * free_bytes)
 
 
 def free_bytes() -> int | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
+from graphrun.report.precisions import measured
 from graphrun.report.screen import Look, listed, proof, streams_of, subject, terms
 from graphrun.report.summary import directives, figures
 from graphrun.report.svg import element, picture, round_ticks, tick_seconds
@@ -54,14 +55,32 @@ def infeasible_screen(error: Infeasible, look: Look | None = None) -> str:
         rows = [units.row(*row) for row in (*error.host_bytes, ("at one time", error.smallest_ram_bytes))]
         lines += [table([["minimum in RAM", units.size], *rows], left=(0,)), ""]
     lines += [f"{_smallest_title(error.problem)}: {_smallest(error)}", "what helps, by predicted time, changes of the output last:"]
-    rows = [
-        [options, show_seconds(repair.seconds), "changes the output" * repair.changes_output]
-        for repair in error.repairs
-        if (options := typed(repair, error.capacity_bytes))
-    ]
-    others = [repair for repair in error.repairs if repair.change and not typed(repair, error.capacity_bytes)]
-    lines += [table(rows, left=(0, 2))] if rows else []
-    return "\n".join([*lines, *(look.folded(f" {repair.text}: {show_seconds(repair.seconds)}") for repair in others)])
+    return "\n".join([*lines, *_helping(error.repairs, error.capacity_bytes, look)])
+
+
+def advice_screen(solution: Solution, found: Sequence[Repair], look: Look) -> str:
+    """What would make a slow plan faster; empty where nothing does."""
+    if not found:
+        return ""
+    title = "this mostly waits; what would help, seconds of a run, changes of the output last:"
+    return "\n".join([title, *_helping(found, solution.problem.hardware.capacity_bytes, look, texts=True)])
+
+
+def _helping(repairs: Sequence[Repair], capacity_bytes: int, look: Look, texts: bool = False) -> Iterator[str]:
+    """A table of what can be typed, then the others. ``texts``: what each is in words."""
+
+    def words(repair: Repair) -> str:
+        files = ", from files that hold it so" * (("--source", "FOLDER") in repair.change)
+        return f"changes the output{files}" if repair.changes_output else repair.text * texts
+
+    options = {repair: typed(repair, capacity_bytes) for repair in repairs}
+    if rows := [[of, show_seconds(repair.seconds), words(repair)] for repair, of in options.items() if of]:
+        yield table(rows, left=(0, 2))
+    for repair, of in options.items():
+        if repair.change and not of:
+            yield look.folded(f" {repair.text}: {show_seconds(repair.seconds)}")
+    allowed = [value for repair in repairs for option, value in repair.change if option == "--allow"]
+    yield from map(look.folded, measured(allowed))
 
 
 SIZES = ("--vram", "--ram", "--pinned", "--disk")  # options that are sizes of which more is enough too
@@ -125,21 +144,33 @@ def infeasible_json(error: Infeasible) -> dict[str, Any]:
             for need in error.needs
         ],
         "smallest": {tier.name: tier.least_bytes for tier in error.tiers},
-        "repairs": [
-            {
-                "text": repair.text,
-                "change": [" ".join(pair).strip() for pair in repair.change],
-                "predicted_seconds": repair.seconds,
-                "changes_output": repair.changes_output,
-            }
-            for repair in error.repairs
-        ],
+        "repairs": repairs_json(error.repairs),
     }
+
+
+def repairs_json(repairs: Sequence[Repair]) -> list[dict[str, Any]]:
+    """Repairs, or advice, as data."""
+    return [
+        {
+            "text": repair.text,
+            "change": [" ".join(pair).strip() for pair in repair.change],
+            "predicted_seconds": repair.seconds,
+            "changes_output": repair.changes_output,
+        }
+        for repair in repairs
+    ]
 
 
 def alternatives_screen(solution: Solution, component: str, found: Sequence[Alternative]) -> str:
     """The screen: a row per placement, each solved for, and the reasons why others are impossible."""
     problem, planned = solution.problem, found[0]
+    demanded = problem.demanded(component)
+
+    def against(option: Alternative) -> str:
+        """The directives that an alternative does without."""
+        dropped = sorted(demanded - {option.placement}) if option.placement else []
+        return f"without the directive {', '.join(dropped)}" if dropped else ""
+
     weights = solution.chosen.component(component).weight_bytes()
     units = Units(max(planned.peak_bytes, weights))
     rows, notes = [[component, "predicted", "vs plan", f"moved {units.size}", "peak", ""]], []
@@ -151,7 +182,7 @@ def alternatives_screen(solution: Solution, component: str, found: Sequence[Alte
         mark = f"needs --allow {option.permission}" if option.permission else ""
         if option.fits:
             difference = "" if option is planned else f"{option.seconds - planned.seconds:+.3f} s"
-            mark = "the same plan" if option.same and option is not planned else mark
+            mark = "the same plan" if option.same and option is not planned else mark or against(option)
             rows.append(units.row(title, show_seconds(option.seconds), difference, option.moved_bytes, option.peak_bytes, mark))
         else:
             rows.append([title, "impossible" if option.refusal else "does not fit", "", "", "", mark])
@@ -160,7 +191,14 @@ def alternatives_screen(solution: Solution, component: str, found: Sequence[Alte
     head = f"{component} in {problem.graph}: {show_size(weights)} of weights, {streamed};"
     head += f" {show_size(problem.effective_bytes)} for tensors"
     foot = " every row is a separate plan, solved and simulated; the placement of the other components may differ in it"
-    return "\n".join((head, "", table(rows, left=(0, 5)), foot, *notes))
+    pictures = map(Look().folded, measured(option.permission for option in found))
+    return "\n".join((head, "", table(rows, left=(0, 5)), foot, *notes, *pictures))
+
+
+def faster_than(solution: Solution, kept: bool) -> str:
+    """A line for a plan that takes the place of ``solution``; ``kept``: in the cache too."""
+    seconds = show_seconds(solution.simulation.total_seconds)
+    return f" as planned: found among these rows, faster than the {seconds} before{'; graphrun plan has it from now on' * kept}"
 
 
 def _why(of: Alternative) -> str:

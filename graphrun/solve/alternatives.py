@@ -1,6 +1,7 @@
 """Alternatives to a plan: the same problem solved again with another directive on one component, or with another of its variants.
 
-They explain why the plan was chosen; they do not change it.
+They explain why the plan was chosen. The search is within its tolerances, so one of them may be a faster plan of the same problem:
+then it takes the plan's place.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from graphrun.model.plan import Plan
 from graphrun.model.problem import ComponentNumbers, Directive, Placement, Problem
 from graphrun.model.solution import Solution
 from graphrun.solve.infeasible import refusal
-from graphrun.solve.pages import solved
+from graphrun.solve.pages import carried_over, solved
 
 PLACEMENTS: tuple[Placement, ...] = ("whole", "exclude", "drop", "keep")
 
@@ -48,8 +49,9 @@ class Alternative:
         return not self.refusal and not self.binding
 
 
-def alternatives(solution: Solution, component: str) -> tuple[Alternative, ...]:
-    """The plan itself, then each of `PLACEMENTS` for ``component``, then each of its other variants, all solved and simulated.
+def alternatives(solution: Solution, component: str) -> tuple[Solution, tuple[Alternative, ...]]:
+    """The plan itself, then each of `PLACEMENTS` for ``component``, then each of its other variants, all solved and simulated; and
+    before them the plan: ``solution``, or the fastest of the alternatives that keep what its problem demands and allows.
 
     Other components keep their directives; the solver may choose other variants for them. Raises InputError for an unknown
     component.
@@ -58,20 +60,26 @@ def alternatives(solution: Solution, component: str) -> tuple[Alternative, ...]:
     if component not in names:
         raise InputError(f"the plan has no component {component!r}; it has {', '.join(names)}")
     others = [directive for directive in problem.directives if directive.component != component]
-    as_planned = _simulated(Alternative(""), solution, solution.plan)
     placed = (_with_placement(solution, others, Directive(placement, component)) for placement in PLACEMENTS)
-    return as_planned, *placed, *_with_other_variants(solution, problem.component(component))
+    tried = [*placed, *_with_other_variants(solution, problem.component(component))]
+    allowed = (_as_plan(solution, component, of, found) for of, found in tried if found is not None)
+    best = min((solution, *(of for of in allowed if of is not None)), key=lambda of: of.simulation.total_seconds)
+    rows = (_simulated(of, found, best.plan) if found is not None else of for of, found in tried)
+    return best, (_simulated(Alternative(""), best, best.plan), *rows)
 
 
-def _with_placement(solution: Solution, others: list[Directive], directive: Directive) -> Alternative:
+_Tried = tuple[Alternative, Solution | None]
+
+
+def _with_placement(solution: Solution, others: list[Directive], directive: Directive) -> _Tried:
     try:
         problem = directed(solution.problem, [*others, directive])
     except InputError as error:
-        return Alternative(directive.placement, refusal=str(error))
-    return _solved_alternative(Alternative(directive.placement), problem, solution.plan)
+        return Alternative(directive.placement, refusal=str(error)), None
+    return _solved_alternative(Alternative(directive.placement), problem)
 
 
-def _with_other_variants(solution: Solution, component: ComponentNumbers) -> Iterator[Alternative]:
+def _with_other_variants(solution: Solution, component: ComponentNumbers) -> Iterator[_Tried]:
     """Every variant except the plan's, each as the only variant. A variant that is not allowed is tried as if it were."""
     problem = solution.problem
     planned = dict(solution.plan.variants).get(component.name, component.variants[0].name)
@@ -80,16 +88,24 @@ def _with_other_variants(solution: Solution, component: ComponentNumbers) -> Ite
             permission = variant.needs if variant.needs not in problem.allow else ""
             only = component.held_as(variant.name)
             components = tuple(only if other.name == component.name else other for other in problem.components)
-            yield _solved_alternative(
-                Alternative("", variant.name, permission), replace(problem, components=components), solution.plan
-            )
+            yield _solved_alternative(Alternative("", variant.name, permission), replace(problem, components=components))
 
 
-def _solved_alternative(of: Alternative, problem: Problem, planned: Plan) -> Alternative:
+def _as_plan(solution: Solution, component: str, of: Alternative, found: Solution) -> Solution | None:
+    """``found`` as a solution of the problem of ``solution``; None where that forbids it."""
+    if of.permission:
+        return None
+    chosen = dict(found.plan.variants) | ({component: of.variant} if of.variant else {})
+    variants = tuple((c.name, chosen[c.name]) for c in solution.problem.components if c.name in chosen)
+    named = replace(found, plan=replace(found.plan, variants=variants))
+    return carried_over(solution.problem, named, solution.bound_seconds)
+
+
+def _solved_alternative(of: Alternative, problem: Problem) -> _Tried:
     if (solution := solved(problem)) is not None:
-        return _simulated(of, solution, planned)
+        return of, solution
     why = refusal(problem, repairs=False)
-    return replace(of, binding=why.binding, needs=why.needs, smallest_budget_bytes=why.smallest_budget_bytes)
+    return replace(of, binding=why.binding, needs=why.needs, smallest_budget_bytes=why.smallest_budget_bytes), None
 
 
 def _simulated(of: Alternative, solution: Solution, planned: Plan) -> Alternative:

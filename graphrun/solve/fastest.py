@@ -39,17 +39,18 @@ TOLERANCE = 1.001  # simulated over predicted seconds above which a better plan 
 MOST_SINGLE_K = 6  # values of K that are tried for the baseline single K, the largest that fit: smaller ones are hardly ever faster
 
 
-def fastest(problem: Problem) -> Solution | None:
+def fastest(problem: Problem, *, layers: bool = True) -> Solution | None:
     """The fastest plan within the budgets, where memory is counted in bytes of tensors; None where nothing fits.
 
     Among equally fast plans the one that moves fewest bytes, then the one with the lowest peak. The solution's problem is
-    ``problem`` with components split into layers as needed. Deterministic: equal problems give plans that are equal byte for byte.
+    ``problem`` with components split into layers as needed, and where that is faster (``layers``). Deterministic: equal problems
+    give plans that are equal byte for byte.
     """
     tried = (_solve_as_split(each) for each in ever_finer(problem))
     found = next((solution for solution in tried if solution is not None), None)
     if found is None:
         return None
-    if (worth := _worth_splitting(found)) is not None:
+    if layers and (worth := _worth_splitting(found)) is not None:
         finer = split_into_layers(found.problem, {worth[0]})
         other = _solve_as_split(finer, worth[1], baselines=False) if problem.runs == 1 else _repeated_run(finer, worth[1])
         if other is not None and other.simulation.total_seconds * TOLERANCE <= found.simulation.total_seconds:

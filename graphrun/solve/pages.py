@@ -61,8 +61,10 @@ def _least(problem: Problem) -> Solution | None:
     reserve = dict[tuple[str, str], int]()
     while len(floors) < ROUNDS:
         floors.append(smallest_tensor_budget(with_reserve(problem, reserve)))
+        if solutions and floors[-1] >= problem.overhead_bytes + min(map(_peak_bytes, solutions)):
+            break
         of = _with_budget(problem, floors[-1])
-        found = fastest(with_reserve(of, reserve))
+        found = fastest(with_reserve(of, reserve), layers=False)  # its peak counts, not its time
         if found is None and (ample := with_ample_host(problem)) != problem:
             problem = ample
             continue

@@ -25,10 +25,11 @@ def remedies(graph: Graph, inputs: Mapping[str, Any], allow: tuple[str, ...], es
 
     ``estimate(inputs, allow)`` returns the problem for these. A change whose dry run fails is left out.
     """
-    return (*_options(graph, inputs, allow, estimate), *_sizes(graph, inputs, allow, estimate))
+    return (*options_of(graph, inputs, allow, estimate), *_sizes(graph, inputs, allow, estimate))
 
 
-def _options(graph: Graph, inputs: Mapping[str, Any], allow: tuple[str, ...], estimate: Estimate) -> Iterator[Repair]:
+def options_of(graph: Graph, inputs: Mapping[str, Any], allow: tuple[str, ...], estimate: Estimate) -> Iterator[Repair]:
+    """Options that the graph lists and that were not allowed, each with what it takes."""
     wanted: dict[str, list[str]] = {}
     for stage in graph.stages:
         for name in stage.options:

@@ -42,14 +42,14 @@ class Repair:
 
 
 @dataclass(frozen=True, slots=True)
-class _Proposal:
+class Proposal:
     """A repair to be verified: every one of ``problems`` must have a plan. ``fallback``: proposed instead where one has none."""
 
     text: str
     change: tuple[tuple[str, str], ...]
     problems: tuple[Problem, ...]
     changes_output: bool = False
-    fallback: _Proposal | None = None
+    fallback: Proposal | None = None
 
 
 def repairs_of(problem: Problem, needs: Sequence[PhaseMinimum], least: Mapping[str, int]) -> tuple[Repair, ...]:
@@ -59,42 +59,42 @@ def repairs_of(problem: Problem, needs: Sequence[PhaseMinimum], least: Mapping[s
     return tuple(sorted((of for of in found if of is not None), key=lambda repair: (repair.changes_output, repair.seconds)))
 
 
-def _verified(proposal: _Proposal) -> Repair | None:
+def _verified(proposal: Proposal) -> Repair | None:
     seconds = [predicted_seconds(each) for each in proposal.problems]
     if None in seconds:
         return _verified(proposal.fallback) if proposal.fallback is not None else None
     return Repair(proposal.text, proposal.change, sum(s for s in seconds if s is not None), proposal.changes_output)
 
 
-def _proposals(problem: Problem, needs: Sequence[PhaseMinimum], least: Mapping[str, int]) -> Iterator[_Proposal]:
+def _proposals(problem: Problem, needs: Sequence[PhaseMinimum], least: Mapping[str, int]) -> Iterator[Proposal]:
     yield from _budgets(problem, least)
-    yield from _permissions(problem)
+    yield from permissions(problem)
     yield from _directives(problem, needs)
     yield from _separate_runs(problem)
     yield from _smaller_activation(problem, needs)
 
 
-def _budgets(problem: Problem, least: Mapping[str, int]) -> Iterator[_Proposal]:
+def _budgets(problem: Problem, least: Mapping[str, int]) -> Iterator[Proposal]:
     """Each budget that is too small raised alone, and VRAM and RAM together where both are."""
     device, ram = least["VRAM"], least["RAM"]
     capacity = problem.hardware.capacity_bytes
     raised = replace(problem, budget_bytes=device)
     if device > capacity:
         raised = replace(raised, hardware=replace(problem.hardware, capacity_bytes=device))
-    vram = _Proposal(_device_text(problem, device), (("--vram", str(device)),), (raised,))
+    vram = Proposal(_device_text(problem, device), (("--vram", str(device)),), (raised,))
     if device > min(problem.budget_bytes, capacity):
         yield vram
     if ram > problem.ram_bytes:
         text = _raise("RAM", problem.ram_bytes, ram)
-        yield _Proposal(text, (("--ram", str(ram)),), (replace(problem, ram_bytes=ram),))
+        yield Proposal(text, (("--ram", str(ram)),), (replace(problem, ram_bytes=ram),))
         if device > min(problem.budget_bytes, capacity):
             both = (replace(raised, ram_bytes=ram),)
-            yield _Proposal(f"{vram.text} and {text}", (*vram.change, ("--ram", str(ram))), both)
+            yield Proposal(f"{vram.text} and {text}", (*vram.change, ("--ram", str(ram))), both)
     if problem.pinned_bytes is not None and (pinned := least["pinned RAM"]) > problem.pinned_bytes:
         text = _raise("page-locked RAM", problem.pinned_bytes, pinned)
-        yield _Proposal(text, (("--pinned", str(pinned)),), (replace(problem, pinned_bytes=pinned),))
+        yield Proposal(text, (("--pinned", str(pinned)),), (replace(problem, pinned_bytes=pinned),))
     if problem.disk_bytes is not None and (disk := least["disk"]) > problem.disk_bytes:
-        yield _Proposal(_raise("disk", problem.disk_bytes, disk), (("--disk", str(disk)),), (replace(problem, disk_bytes=disk),))
+        yield Proposal(_raise("disk", problem.disk_bytes, disk), (("--disk", str(disk)),), (replace(problem, disk_bytes=disk),))
 
 
 def _device_text(problem: Problem, device: int) -> str:
@@ -108,7 +108,7 @@ def _raise(tier: str, have: int, want: int) -> str:
     return f"raise the {tier} budget from {show_size(have)} to {want} bytes ({show_size(want)})"
 
 
-def _permissions(problem: Problem) -> Iterator[_Proposal]:
+def permissions(problem: Problem) -> Iterator[Proposal]:
     """Permissions that variants and options need and do not have: each alone, then all together."""
     variants = {variant.needs: (component.name, variant) for component in problem.components for variant in component.variants}
     options = {option.needs: option for option in problem.options}
@@ -116,29 +116,29 @@ def _permissions(problem: Problem) -> Iterator[_Proposal]:
     for name in wanted:
         users = [c.name for c in problem.components if any(v.needs == name for v in c.variants)]
         users += [f"{option.name} of {option.stage}" for option in problem.options if option.needs == name]
-        yield _Proposal(
+        yield Proposal(
             f"allow {name} (for {', '.join(users)})", (("--allow", name),), (replace(problem, allow=(*problem.allow, name)),), True
         )
     if len(wanted) > 1:
         changed = replace(problem, allow=(*problem.allow, *wanted))
-        yield _Proposal(f"allow {', '.join(wanted)}", tuple(("--allow", name) for name in wanted), (changed,), True)
+        yield Proposal(f"allow {', '.join(wanted)}", tuple(("--allow", name) for name in wanted), (changed,), True)
 
 
-def _directives(problem: Problem, needs: Sequence[PhaseMinimum]) -> Iterator[_Proposal]:
+def _directives(problem: Problem, needs: Sequence[PhaseMinimum]) -> Iterator[Proposal]:
     short = max((need.short_bytes for need in needs), default=0)
     if problem.reserve_bytes and 0 < short <= problem.reserve_bytes:
         lowered = problem.reserve_bytes - short
         text = f"lower the reserve from {show_size(problem.reserve_bytes)} to {lowered} bytes ({show_size(lowered)})"
-        yield _Proposal(text, (("--reserve", str(lowered)),), (replace(problem, reserve_bytes=lowered),))
+        yield Proposal(text, (("--reserve", str(lowered)),), (replace(problem, reserve_bytes=lowered),))
     for directive in problem.directives:
         others = tuple(other for other in problem.directives if other != directive)
         name = f"{directive.placement} {directive.component}"
-        yield _Proposal(
+        yield Proposal(
             f"do without the directive {name}", ((f"--{directive.placement}", ""),), (replace(problem, directives=others),)
         )
 
 
-def _separate_runs(problem: Problem) -> Iterator[_Proposal]:
+def _separate_runs(problem: Problem) -> Iterator[Proposal]:
     """The leading stages in a run of their own, and the others with their saved outputs. Where the leading stages do not fit even
     so, they may run on another machine or with a larger budget, because embeddings can be saved."""
     stages = stages_of(problem)
@@ -149,7 +149,7 @@ def _separate_runs(problem: Problem) -> Iterator[_Proposal]:
         others, change = _subproblem(problem, stages[count:]), (("--until", last),)
         text = f"run {', '.join(before)} separately: first with --until {last}, then the other stages with its outputs"
         elsewhere = f"run {', '.join(before)} on a larger machine with --until {last}, then the other stages here with its outputs"
-        yield _Proposal(text, change, (_subproblem(problem, before), others), fallback=_Proposal(elsewhere, change, (others,)))
+        yield Proposal(text, change, (_subproblem(problem, before), others), fallback=Proposal(elsewhere, change, (others,)))
 
 
 def _subproblem(problem: Problem, stages: tuple[str, ...]) -> Problem:
@@ -179,7 +179,7 @@ def _shifted(value: ValueNumbers, begin: int, end: int) -> ValueNumbers:
     return replace(value, first_phase=max(value.first_phase, begin) - begin, last_phase=min(value.last_phase, end) - begin)
 
 
-def _smaller_activation(problem: Problem, needs: Sequence[PhaseMinimum]) -> Iterator[_Proposal]:
+def _smaller_activation(problem: Problem, needs: Sequence[PhaseMinimum]) -> Iterator[Proposal]:
     """The activation of the phases that do not fit in VRAM, reduced until they do."""
     limits = {need.phase: need.available_bytes - need.total_bytes + need.activation_bytes for need in needs}
     if not limits or any(limit <= 0 for limit in limits.values()):
@@ -187,7 +187,7 @@ def _smaller_activation(problem: Problem, needs: Sequence[PhaseMinimum]) -> Iter
     parts = [f"{need.phase} from {show_size(need.activation_bytes)} to {show_size(limits[need.phase])}" for need in needs]
     phases = tuple(_limit_activation(phase, limits.get(phase.name)) for phase in problem.phases)
     text = f"shrink the activation of {', '.join(parts)}: a smaller image, fewer images at once, tiling"
-    yield _Proposal(text, (), (replace(problem, phases=phases),), True)
+    yield Proposal(text, (), (replace(problem, phases=phases),), True)
 
 
 def _limit_activation(phase: PhaseNumbers, activation: int | None) -> PhaseNumbers:

@@ -1,0 +1,70 @@
+"""Advice for plans that fit and mostly wait: each change is solved for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from planner_problems import GIB, flux
+from planner_real import with_backing_stores
+
+from graphrun.model.problem import ComponentNumbers, Problem
+from graphrun.report.precisions import MEASURED, PLAIN, measured
+from graphrun.report.screen import Look
+from graphrun.report.whatif_screens import advice_screen
+from graphrun.solve.advice import advice, worthwhile
+from graphrun.solve.solve import solve
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "precision.json"
+
+
+def from_disk(vram_gib: int, steps: int = 28) -> Problem:
+    """FLUX with 8 GiB of RAM, which do not hold its weights, from files of 32 bits."""
+    problem = with_backing_stores(flux(vram_gib * GIB, steps), 8)
+
+    def wide(component: ComponentNumbers) -> ComponentNumbers:
+        variants = [
+            replace(
+                variant,
+                read_bytes=tuple(2 * nbytes for nbytes in component.variants[0].block_bytes),
+                read_seconds=tuple(2 * seconds for seconds in variant.read_seconds),
+                disk_seconds=tuple(2 * seconds for seconds in variant.disk_seconds),
+            )
+            for variant in component.variants
+        ]
+        return replace(component, variants=tuple(variants))
+
+    return replace(problem, components=tuple(map(wide, problem.components)))
+
+
+@pytest.mark.long
+def test_what_would_help_a_slow_plan_is_solved_for_and_can_be_typed() -> None:
+    problem = from_disk(8, steps=8)
+    solution = solve(problem)
+    assert solution.slow
+    found = worthwhile(advice(problem, ()), solution)
+    by = {" ".join(word for pair in repair.change for word in pair): repair for repair in found}
+    assert {"--ram 21G", "--source FOLDER", "--allow fp8", "--allow fp8 --source FOLDER"} <= {
+        name.replace(str(21 * GIB), "21G") for name in by
+    }
+    assert [repair.changes_output for repair in found] == sorted(repair.changes_output for repair in found)
+    assert all(repair.seconds <= 0.9 * solution.simulation.total_seconds for repair in found)
+    more = solve(replace(problem, ram_bytes=21 * GIB)).simulation.total_seconds
+    assert by[f"--ram {21 * GIB}"].seconds == pytest.approx(more, rel=0.02)
+    screen = advice_screen(solution, found, Look())
+    assert "\n --ram 21G " in screen
+    assert "changes the output, from files that hold it so" in screen
+    assert "in fp8 97.5% and 96.0%, PSNR 50.5 dB" in " ".join(screen.split())
+
+
+def test_a_plan_that_mostly_computes_gets_no_advice() -> None:
+    assert not solve(flux(24 * GIB, steps=4)).slow
+
+
+def test_the_figures_of_precisions_are_those_measured() -> None:
+    rows = {row["name"]: row for row in json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]}
+    assert (rows["bf16"]["one"], rows["bf16"]["two"]) == PLAIN
+    assert {name: (rows[name]["one"], rows[name]["two"], round(rows[name]["psnr"], 1)) for name in MEASURED} == MEASURED
+    assert measured(("tiling", "cpu")) == []
