@@ -103,7 +103,10 @@ def _split(problem: Problem, name: str, helper: int, blocks: Blocks) -> Problem:
             use,
             group_calls=tuple(use.group_calls[k] for k, _ in sources),
             seconds=tuple(use.seconds[k] * (slowdown if away else 1.0) for k, away in sources),
-            order=tuple((*places[k, i], seconds * (slowdown if i in moved.get(k, ()) else 1.0)) for k, i, seconds in _unbroken(use, moved)),
+            order=tuple(
+                (*places[k, i], seconds * (slowdown if i in moved.get(k, ()) else 1.0))
+                for k, i, seconds in _unbroken(use, component, moved)
+            ),
             passes=tuple(use.passes[k] for k, _ in sources) if use.passes else (),
             hops=tuple(use.hops[k] for k, _ in sources),
             layers=None,
@@ -120,11 +123,16 @@ def _split(problem: Problem, name: str, helper: int, blocks: Blocks) -> Problem:
     )
 
 
-def _unbroken(use: Use, moved: Mapping[int, Sequence[int]]) -> list[tuple[int, int, float]]:
-    """`Use.order` without entries of no compute between the blocks that move."""
-    away = [n for n, (k, i, _) in enumerate(use.order) if i in moved.get(k, ())]
-    inside = range(away[0], away[-1]) if away else range(0)
-    return [of for n, of in enumerate(use.order) if n not in inside or of[2] or of[1] in moved.get(of[0], ())]
+def _unbroken(use: Use, component: ComponentNumbers, moved: Mapping[int, Sequence[int]]) -> list[tuple[int, int, float]]:
+    """`Use.order`, or group by group, without entries of no compute between the blocks that move."""
+    groups = enumerate(component.groups)
+    order = use.order or [(k, i, use.seconds[k]) for k, of in groups for i in range(len(of.blocks))]
+    away = [n for n, (k, i, _) in enumerate(order) if i in moved.get(k, ())]
+    return [
+        (k, i, seconds)
+        for n, (k, i, seconds) in enumerate(order)
+        if not away[0] < n < away[-1] or seconds or i in moved.get(k, ())
+    ]
 
 
 def _moved(component: ComponentNumbers, blocks: Blocks) -> dict[int, tuple[int, ...]]:

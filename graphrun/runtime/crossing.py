@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -40,12 +40,12 @@ def moved(value: Any, source: torch.device, target: torch.device, copies: Copies
     return walk(value, move)
 
 
-@contextlib.contextmanager
-def split_over(device: Device, residency: Residency | None) -> Iterator[None]:
-    """A call of the component of ``residency``, of which some blocks may compute on a helper of ``device``."""
-    if residency is None or residency.split is None:
-        yield
-        return
+def call_split(
+    device: Device, residency: Residency, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """What ``proceed`` returns, a call of the component of ``residency``, of which some blocks may compute on a helper of ``device``."""
+    if residency.split is None:
+        return proceed(*args, **kwargs)
     helper, paths = residency.split
     here, there, copies = device.torch_device, helper.torch_device, Copies()
     blocks = [residency.module.get_submodule(path) for path in paths]
@@ -67,4 +67,4 @@ def split_over(device: Device, residency: Residency | None) -> Iterator[None]:
             stack.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
         stack.callback(blocks[-1].register_forward_hook(after).remove)
         stack.callback(copies.clear)
-        yield
+        return moved(proceed(*args, **kwargs), there, here)  # of a call that leaves out the last of them

@@ -24,7 +24,7 @@ from graphrun.modules.interceptor import CallInterceptor
 from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.trees import computing_on, walk
 from graphrun.ops import Stages
-from graphrun.runtime.crossing import moved, split_over
+from graphrun.runtime.crossing import call_split, moved
 from graphrun.runtime.cursor import SlotCursor
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.events import EventRecorder
@@ -206,8 +206,7 @@ class Run:
         elif (helper := self._variants[component].helper) > 0:
             result = self._run_on_helper(self._device.every[helper], proceed, args, kwargs)
         else:
-            with split_over(self._device, self._host.residencies.get(component)):
-                result = proceed(*args, **kwargs)
+            result = call_split(self._device, self._host.residencies[component], proceed, args, kwargs)
         end = self._device.mark("compute")
         self._recorder.note("run", component, entry, 0, (start, end))
         if self._variants[component].precision in QUANTIZED and component not in self._measured:
