@@ -1,4 +1,4 @@
-"""What a second card brings to the reference graphs: plans for two cards beside those for the first alone, with one component split.
+"""What a second card brings to the reference graphs: plans for two cards, which may split a component, and for the first alone.
 
 .venv/bin/python benchmarks/split.py [GRAPH ...]      some minutes; writes benchmarks/results/split.json
 
@@ -70,7 +70,14 @@ def main() -> None:
         graph = graphrun.load(name)
         problem = graphrun.estimate(graph, vram=vram, ram=RAM, hardware=hardware, runs=RUNS, inputs=inputs)
         alone = graphrun.estimate(graph, vram=vram[0], ram=RAM, hardware=hardware[0], runs=RUNS, inputs=inputs)
-        row = {"graph": name, "inputs": inputs, "vram": vram, "hardware": hardware, "two": planned(problem), "alone": planned(alone)}
+        row = {
+            "graph": name,
+            "inputs": inputs,
+            "vram": vram,
+            "hardware": hardware,
+            "two": planned(problem),
+            "alone": planned(alone),
+        }
         rows.append(row)
         print(json.dumps(row), flush=True)
     made = {"command": " ".join(["python benchmarks/split.py", *names]), "date": datetime.date.today().isoformat()}

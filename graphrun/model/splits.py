@@ -129,9 +129,7 @@ def _unbroken(use: Use, component: ComponentNumbers, moved: Mapping[int, Sequenc
     order = use.order or [(k, i, use.seconds[k]) for k, of in groups for i in range(len(of.blocks))]
     away = [n for n, (k, i, _) in enumerate(order) if i in moved.get(k, ())]
     return [
-        (k, i, seconds)
-        for n, (k, i, seconds) in enumerate(order)
-        if not away[0] < n < away[-1] or seconds or i in moved.get(k, ())
+        (k, i, seconds) for n, (k, i, seconds) in enumerate(order) if not away[0] < n < away[-1] or seconds or i in moved.get(k, ())
     ]
 
 
@@ -168,3 +166,15 @@ def splits_of(of: Problem, split: Problem) -> tuple[Split, ...]:
             groups = [(group.name, tuple(i for i, path in enumerate(group.blocks) if path in paths)) for group in whole]
             found.append((component.name, helper, tuple(named for named in groups if named[1])))
     return tuple(found)
+
+
+def computing_on(problem: Problem, helper: int) -> list[str]:
+    """What computes on ``helper``: names of components, with the number of blocks where it is part of one. ``problem``: with a
+    plan's choices applied."""
+    found = []
+    for component in problem.components:
+        blocks = sum(len(group.blocks) for group in component.groups if group.helper == helper)
+        every = sum(len(group.blocks) for group in component.groups)
+        if component.variants[0].helper == helper or blocks:
+            found.append(f"{component.name} ({blocks} of {every} blocks)" if blocks else component.name)
+    return found

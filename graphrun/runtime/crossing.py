@@ -43,7 +43,7 @@ def moved(value: Any, source: torch.device, target: torch.device, copies: Copies
 def call_split(
     device: Device, residency: Residency, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What ``proceed`` returns, a call of the component of ``residency``, of which some blocks may compute on a helper of ``device``."""
+    """What ``proceed`` returns, a call of the component of ``residency``; some of its blocks may be on a helper of ``device``."""
     if residency.split is None:
         return proceed(*args, **kwargs)
     helper, paths = residency.split

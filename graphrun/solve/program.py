@@ -607,9 +607,7 @@ def _intervals(
         )
 
 
-def _seconds(
-    problem: Problem, group: Group, variant_choices: Sequence[VariantChoice], use: Use, own: Mapping[str, Use]
-) -> float:
+def _seconds(problem: Problem, group: Group, variant_choices: Sequence[VariantChoice], use: Use, own: Mapping[str, Use]) -> float:
     """Seconds of one block of ``group`` in one call; 0 where they count in `Interval.cpu_seconds`. ``use``: with the seconds of the
     variant; ``own``: without."""
     if group.mirror < 0:

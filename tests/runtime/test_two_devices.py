@@ -61,6 +61,32 @@ def test_a_session_keeps_what_no_single_device_holds(name: str, helpers: int) ->
     assert [each.allocated_bytes for each in device.every] == [0] * (helpers + 1)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", sampled(PIPELINES, PIPELINES[:1], "helpers"))
+def test_a_transformer_that_no_device_holds_is_split_and_not_streamed(name: str) -> None:
+    graph = graphrun.load(GRAPHS / f"{name}.yaml")
+    modules = {of: build(component, graph) for of, component in graph.components.items()}
+    image = pixels(plain_image(graph, modules, graph.resolve(SMALL)))
+    whole = graphrun.estimate(graph, vram="1G", ram="8G", hardware="sim", inputs=SMALL)
+    nbytes = whole.component("transformer").weight_bytes()
+    vram = [int(0.75 * nbytes), int(0.6 * nbytes)]
+    with Session(graph, runs=100, inputs=SMALL, modules=modules, vram=vram, ram="8G", hardware="sim") as session:
+        solution = session.solution
+        ((split, helper, _),) = solution.plan.splits
+        assert (split, helper) == ("transformer", 1)
+        session.run()
+        trace, reports = session.run(), solution.simulation.again
+        assert np.array_equal(pixels(trace.outputs["image" if "image" in trace.outputs else "video"]), image)
+        for planned, measured in trace.beside(reports):
+            assert measured.peak_bytes <= planned.peak_bytes <= solution.problem.effective_bytes
+            assert measured.helper_peaks[0] <= planned.helper_peaks[0] <= solution.problem.helpers[0].effective_bytes
+        assert trace.moved_bytes == sum(slot.loaded_bytes + slot.streamed_bytes for slot in reports)
+        denoise = next(slot for slot in reports if slot.phase == "denoise/0:transformer" and slot.part == "steady")
+        assert denoise.streamed_bytes == 0
+        device = session.device
+    assert [each.allocated_bytes for each in device.every] == [0, 0]
+
+
 @pytest.fixture(scope="module")
 def flux() -> tuple[Graph, Problem]:
     graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
