@@ -124,6 +124,31 @@ def test_memory_that_vanishes_on_a_helper_has_the_remaining_stages_planned_again
 
 
 @pytest.mark.sweep("helpers")
+def test_a_split_component_is_planned_again_with_less_on_the_helper(flux: tuple[Graph, Problem]) -> None:
+    graph, _ = flux
+    nbytes = graphrun.estimate(graph, vram="1G", ram="8G", hardware="sim", inputs=SMALL).component("transformer").weight_bytes()
+    vram = [f"{nbytes // 2}B", f"{nbytes}B"]
+    problem = graphrun.estimate(graph, vram=vram, ram="8G", hardware="sim", inputs=SMALL)
+    modules = {of: build(component, graph) for of, component in graph.components.items()}
+    solution = graphrun.plan(problem)
+    ((name, _, blocks),) = solution.plan.splits
+    device, told = open_device(problem), list[str]()
+    expected = pixels(plain_image(graph, modules, graph.resolve(SMALL)))
+
+    def lose(*_: object) -> None:
+        device.helpers[0].machine.capacity_bytes = nbytes // 4
+
+    assert blocks
+    group = next(of for of in problem.component(name).groups if of.name == blocks[0][0])
+    hook = modules[name].get_submodule(group.blocks[blocks[0][1][0]]).register_forward_pre_hook(lose)
+    trace = execute(solution, graph, graph.resolve(SMALL), device, modules, tell=told.append)
+    hook.remove()
+    assert np.array_equal(pixels(trace.outputs["image"]), expected)
+    assert "sim:1 has a capacity of" in told[0]
+    assert [each.allocated_bytes for each in device.every] == [0, 0]
+
+
+@pytest.mark.sweep("helpers")
 def test_a_helper_reserves_the_pages_that_were_planned(flux: tuple[Graph, Problem]) -> None:
     graph, _ = flux
     problem = graphrun.estimate(graph, vram=budgets(graph, 1), ram="8G", hardware="sim:pages=0.0005", inputs=SMALL)
