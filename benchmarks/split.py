@@ -64,6 +64,8 @@ def planned(problem: Problem) -> dict[str, Any]:
 def main() -> None:
     path, rows = HERE / "results" / "split.json", []
     names = sys.argv[1:]
+    made = {"command": " ".join(["python benchmarks/split.py", *names]), "date": datetime.date.today().isoformat()}
+    made |= {name: version(name) for name in ("torch", "diffusers", "highspy")}
     for name, inputs, vram, hardware in CASES:
         if names and name not in names:
             continue
@@ -80,9 +82,7 @@ def main() -> None:
         }
         rows.append(row)
         print(json.dumps(row), flush=True)
-    made = {"command": " ".join(["python benchmarks/split.py", *names]), "date": datetime.date.today().isoformat()}
-    made |= {name: version(name) for name in ("torch", "diffusers", "highspy")}
-    path.write_text(json.dumps(made | {"ram": RAM, "runs": RUNS, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(made | {"ram": RAM, "runs": RUNS, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -579,7 +579,7 @@ def _intervals(
             variant = variant_choices[n].variant
             triples = zip(component.groups, use.group_calls_in(part), use.seconds, strict=True)
             away = [of for of in triples if variant.device != "device" or of[0].helper]
-            cpu_seconds[n] = sum(len(group.blocks) * times * seconds for group, times, seconds in away)
+            cpu_seconds[n] = sum((len(group.blocks) * times * seconds for group, times, seconds in away), 0.0)
             chosen = replace(component, variants=(variant,))
             for helper, crossing in crossings(use, chosen).items() if rounds else ():
                 cpu_seconds[n] += use.calls_in(part) * sum(problem.crossing_seconds(helper, crossing))
