@@ -48,6 +48,17 @@ def cache_home() -> Iterator[Path]:
         os.environ["XDG_CACHE_HOME"] = before
 
 
+@pytest.fixture(scope="session", autouse=True)
+def free_ram() -> Iterator[None]:
+    """The machine always has 16 GiB left: where a test gives no RAM budget, its plans do not depend on what else runs."""
+    from graphrun.profile import host_ram
+
+    measured = host_ram.available_bytes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_ram, "available_bytes", lambda at=host_ram.MEMINFO: 2**34 if at == host_ram.MEMINFO else measured(at))
+        yield
+
+
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder shared by all workers of a test session, for files that several processes may write at once."""
@@ -93,8 +104,10 @@ def graphrun(
 ) -> Callable[..., tuple[int, str, str]]:
     """Runs ``graphrun ...`` in an empty folder; returns exit code, stdout, stderr."""
     from graphrun.cli import main as cli
+    from graphrun.cli import terminal
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(terminal, "SOON_SECONDS", 3600.0)  # stderr is that of a quick machine
 
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", ["graphrun", *arguments])

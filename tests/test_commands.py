@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
@@ -204,3 +206,24 @@ def test_without_a_budget_a_plan_is_for_the_card_here_or_says_which_one_it_assum
     code, out, err = graphrun("plan", TINY)
     assert (code, " of 7 GiB" in out, "all that the rtx4090 has free, 7.00 GiB" in err) == (0, True, True)
     assert "\nnext: graphrun run " in out
+
+
+LOST = """
+import sys, time
+from graphrun.cli import common, main
+class Held:
+    def __del__(self):
+        raise KeyboardInterrupt
+@common.app.command()
+def hang() -> None:
+    Held()
+    while True:
+        time.sleep(0.01)
+sys.argv = ["graphrun", "hang"]
+main.main()
+"""
+
+
+def test_an_interrupt_inside_a_finalizer_is_not_lost() -> None:
+    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "graphrun: interrupted\n")

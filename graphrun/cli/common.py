@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from graphrun import api
 from graphrun.cli.downloads import Told, asked_for
 from graphrun.cli.options import Asked
 from graphrun.cli.terminal import alive, coloured, width
-from graphrun.errors import GraphrunError, InputError, PlanError
+from graphrun.errors import GraphrunError, InputError, Interrupted, PlanError
 from graphrun.graph.shipped import shipped_graphs
 from graphrun.reading import printable
 from graphrun.report import plan_files as planfile
@@ -34,7 +35,21 @@ if TYPE_CHECKING:
 
 
 JSON_VERSION = 1
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
+
+
+class _Commands(TyperGroup):
+    """The commands. An interrupt that a command does not explain itself ends it with exit code 130 too."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted") from None
+
+
+app = typer.Typer(
+    cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
+)
 
 
 def _graphs(typed: str) -> list[str]:

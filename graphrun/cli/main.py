@@ -5,10 +5,12 @@ Exit codes: 0 done, 1 over a limit, 2 bad input, 3 infeasible, 4 the run broke i
 
 from __future__ import annotations
 
+import _thread
 import io
 import logging
 import os
 import sys
+import threading
 import warnings
 from typing import Annotated, NoReturn
 
@@ -63,15 +65,21 @@ def main() -> NoReturn:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     for library in ("DIFFUSERS", "TRANSFORMERS"):  # both configure their loggers on import
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    sys.unraisablehook = _interrupt_again
     try:
         app(prog_name="graphrun")
     except GraphrunError as error:
         _show_error(error)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        sys.exit(130)
     sys.exit(0)
+
+
+def _interrupt_again(lost: sys.UnraisableHookArgs) -> None:
+    """Python drops an interrupt that arrives inside ``__del__`` (of the tokenizers' regular expressions, for example)."""
+    if isinstance(lost.exc_value, KeyboardInterrupt):
+        threading.Timer(0.1, _thread.interrupt_main).start()
+    else:
+        sys.__unraisablehook__(lost)
 
 
 def _show_error(error: GraphrunError) -> None:

@@ -28,6 +28,7 @@ COLOURS = (
     ("dim", r"(?m)^ (?:sizes|weights|█|-v|why) .*$"),
 )
 WIDEST = 120  # columns of a sentence: longer ones are hard to read
+SOON_SECONDS = 1.0  # what takes no longer is not told
 
 
 def width() -> int:
@@ -70,7 +71,7 @@ def alive(what: str, *, quiet: bool = False) -> Iterator[None]:
         with Console(stderr=True).status(Text(printable(what))):
             yield
     else:
-        timer = threading.Timer(1.0, lambda: typer.echo(f"  {printable(what)}", err=True))
+        timer = threading.Timer(SOON_SECONDS, lambda: typer.echo(f"  {printable(what)}", err=True))
         timer.daemon = True
         timer.start()
         try:

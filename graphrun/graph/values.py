@@ -14,6 +14,7 @@ from graphrun.reading import refuse_surrogates
 
 InputType = Literal["str", "int", "float", "bool", "image", "mask", "video", "audio"]
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127  # pipelines put numbers into tensors of float32 or less
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,8 @@ def of_type(kind: str, value: Any) -> Any:
     if kind == "float" and isinstance(value, (int, float)) and not isinstance(value, bool):
         if not abs(value) <= sys.float_info.max:  # nan fails too
             raise ValueError(f"{value!r} is not a finite number")
+        if abs(value) > FLOAT32_MAX:
+            raise ValueError(f"{value!r} is more than a float32 holds, {FLOAT32_MAX:.4g}")
         return float(value)
     raise ValueError(f"{value!r} is not {'an' if kind == 'int' else 'a'} {kind}")
 

@@ -31,7 +31,7 @@ EXTREME = {
     "height=16000000": "stages.denoise: 128 x 16000000 are 2,048,000,000 pixels, and at most 33,554,432 are accepted",
     "height=9223372036854775792": "pixels, and at most 33,554,432 are accepted",
     "steps=1000000000000": "stages.denoise: steps is 1,000,000,000,000, and at most 1,000 are accepted",
-    "guidance_scale=1e308": "stages.denoise: FluxPipeline fails: RuntimeError: value cannot be converted",
+    "guidance_scale=1e308": "input 'guidance_scale': 1e+308 is more than a float32 holds",
 }
 
 
@@ -40,7 +40,6 @@ def test_extreme_inputs(change: str, message: str, graphrun: Cli, tmp_path: Path
     code, out, err = graphrun("plan", FLUX, "--hardware", "sim", "--vram", "6M", "--set", change, "-o", "plan.json")
     assert (code, out) == (2, "")
     assert message in err
-    assert "flux-tiny.yaml:" in err
     assert not list(tmp_path.iterdir())
 
 
@@ -48,11 +47,6 @@ def test_a_placeholder_is_no_larger_than_a_picture(graphrun: Cli) -> None:
     path = str(GRAPHS / "sdxl-inpaint-tiny.yaml")
     code, _, err = graphrun("plan", path, "--hardware", "sim", "--vram", "6M", "--set", "height=16000000")
     assert (code, "pixels, and at most 33,554,432 are accepted" in err) == (2, True)
-
-
-def test_the_error_of_a_pipeline_names_stage_and_inputs(graphrun: Cli) -> None:
-    _, _, err = graphrun("plan", FLUX, "--hardware", "sim", "--vram", "6M", "--set", "guidance_scale=1e308")
-    assert "its inputs are height=128, width=128, steps=4, guidance_scale=1e+308, seed=0" in err
 
 
 def test_a_part_of_the_wrong_class(edited: Callable[..., Any]) -> None:
@@ -65,7 +59,7 @@ def test_a_part_of_the_wrong_class(edited: Callable[..., Any]) -> None:
 
 def test_a_width_that_is_no_width(edited: Callable[..., Any]) -> None:
     graph = edited("auraflow-tiny", ("width: {type: int, default: 64, multiple_of: 16}", "width: {type: int, default: 1}"))
-    with pytest.raises(StageError, match="stages.denoise: AuraFlowPipeline fails: .*width=1"):
+    with pytest.raises(StageError, match="stages.denoise: AuraFlowPipeline fails: .*its inputs are height=64, width=1, "):
         package.estimate(graph, vram="6M", ram="8G", hardware="sim")
 
 

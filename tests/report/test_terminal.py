@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from graphrun.cli import terminal
 from graphrun.cli.terminal import alive
 
 ROOT = Path(__file__).parents[2]
@@ -65,11 +66,12 @@ def test_nothing_is_written_on_the_line_of_the_bar() -> None:
         assert text in [line.replace("\x1b[0m", "") for line in lines], lines
 
 
-def test_in_a_pipe_a_line_says_what_takes_over_a_second(capsys: pytest.CaptureFixture[str]) -> None:
+def test_in_a_pipe_a_line_says_what_takes_long(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "SOON_SECONDS", 0.2)
     with alive("a short thing"):
         pass
     with alive("a long thing"):
-        time.sleep(1.2)
+        time.sleep(0.6)
     with alive("a quiet thing", quiet=True):
-        time.sleep(1.2)
+        time.sleep(0.6)
     assert capsys.readouterr().err == "  a long thing\n"
