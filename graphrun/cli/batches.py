@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from graphrun import api
-from graphrun.batch.queue import Batch
-from graphrun.batch.requests import Request, read_requests
+from graphrun.batch.requests import Request, read_requests, refuse_broken, resolved
 from graphrun.batch.watch import Watcher
 from graphrun.cli.common import budgeted, hardware_for, load, say, show
 from graphrun.cli.downloads import asked_for, downloaded
@@ -22,6 +21,9 @@ from graphrun.graph.graph import Graph
 from graphrun.report.outputs import Files, numbered
 from graphrun.report.progress import BatchProgress
 from graphrun.units import show_seconds, show_size
+
+if TYPE_CHECKING:
+    from graphrun.batch.queue import Batch
 
 
 def run_batch(
@@ -42,6 +44,10 @@ def run_batch(
     Exits with 2 where requests were left out.
     """
     graph = load(source, asked)
+    requests = read_requests(inputs) if inputs is not None else [Request(1, {}, where="the inputs")]
+    found = resolved(requests, graph, asked.inputs)
+    if all(request.error for request in found):
+        refuse_broken(found)  # before torch is imported
     hardware = hardware_for(asked.hardware, asked.device, True, cache)
     asked = budgeted(asked, hardware)
     target = files_for(graph, output, asked.inputs, overwrite=True)
@@ -49,7 +55,6 @@ def run_batch(
     state = first.parent / f".{first.stem}.resume" if resume else None
     if state is None or not state.exists():
         files_for(graph, output, asked.inputs, overwrite=overwrite)
-    requests = read_requests(inputs) if inputs is not None else [Request(1, {}, where="the inputs")]
     requests = [_with_rate(request, graph, target, asked.inputs) for request in requests]
     told, files = None if as_json else say, dict[int, list[str]]()
     downloaded(asked_for(graph.without_sources() if options["random_weights"] else graph, told), told)
