@@ -142,6 +142,7 @@ def plan_text() -> str:
         "finds": "On the device when the first slot begins.",
         "leaves": "On the device when a run of a session ends.",
         "variant": "The precision, backing store and computing device of a component that has several.",
+        "split": "Blocks in a row of a component that compute on a further device; they are the groups `NAME@1` then.",
         "option": "The option that a stage is run with.",
         "order": "The order of the stages, where it is not the graph's.",
     }

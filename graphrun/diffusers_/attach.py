@@ -209,7 +209,7 @@ class Attachment:
     @property
     def held_bytes(self) -> int:
         """Bytes of the pipeline's weights on the device now."""
-        return sum(residency.loaded_bytes for residency in self._host.residencies.values())
+        return sum(residency.loaded_bytes() for residency in self._host.residencies.values())
 
     def _uninstall(self) -> None:
         removed = remove_interceptors(self._modules)

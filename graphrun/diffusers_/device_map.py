@@ -44,11 +44,12 @@ def device_maps(graph: Graph, solution: Solution) -> dict[str, dict[str, Placeme
         if variant.device != "device":
             found[numbers.name] = {"": variant.helper or "cpu"}
             continue
-        if streams and streams[-1].keep is not None:
-            kept = dict(streams[-1].keep)
-            for group in numbers.groups:
-                resident = set(kept.get(group.name, ()))
-                placements |= {path: 0 if index in resident else backing_store for index, path in enumerate(group.blocks) if path}
+        kept = dict(streams[-1].keep) if streams and streams[-1].keep is not None else None
+        for group in numbers.groups if kept is not None or any(of.helper for of in numbers.groups) else ():
+            resident = range(len(group.blocks)) if kept is None else kept.get(group.name, ())
+            placements |= {
+                path: group.helper if index in resident else backing_store for index, path in enumerate(group.blocks) if path
+            }
         module = meta_module(graph.component(numbers.name), graph.trust)
         found[numbers.name] = dict(_complete(module, "", placements)) if set(placements.values()) - {0} else {"": 0}
     return found

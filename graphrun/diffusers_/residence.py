@@ -98,10 +98,7 @@ class LiveHost(Host):
 
     def _place(self, residency: Residency, numbers: ComponentNumbers) -> None:
         """Evicts what another plan left on another device than that on which the component is to compute."""
-        device = self._device.every[numbers.variants[0].helper]
-        if residency.device.memory != device.memory:
-            residency.release()
-            residency.for_device(device)
+        residency.place(numbers, self._device)
 
     def _is_laid_out(self, module: nn.Module, numbers: ComponentNumbers) -> bool:
         """Whether the component has the blocks of ``numbers``, and its tensors are still those that were laid out. Loading other
@@ -185,12 +182,12 @@ class LiveHost(Host):
         device = self._device.every[helper]
         idle: dict[bool, dict[int, Residency]] = {True: {}, False: {}}
         for host in (self, *self._others()):
-            of = ((id(r), r) for r in host.residencies.values() if r not in mine and r.device.memory == device.memory)
+            of = ((id(r), r) for r in host.residencies.values() if r not in mine and r.loaded_bytes(device))
             idle[host._budget is self._budget].update(of)
         shared, outside = idle[True].values(), [r for key, r in idle[False].items() if key not in idle[True]]
-        _evict(shared, peak_bytes + _loaded_bytes(shared, device) - limit_bytes)
+        _evict(shared, device, peak_bytes + _loaded_bytes(shared, device) - limit_bytes)
         taken_bytes = device.allocated_bytes - _loaded_bytes(mine, device)
-        _evict((*shared, *outside), peak_bytes + taken_bytes - device.available_bytes)
+        _evict((*shared, *outside), device, peak_bytes + taken_bytes - device.available_bytes)
 
     def release(self) -> None:
         """Evicts everything of these modules, also what other hosts at rest have on the device."""
@@ -231,15 +228,17 @@ class LiveHost(Host):
 
 def _loaded_bytes(residencies: Iterable[Residency], device: Device) -> int:
     """Bytes on ``device``, each residency once."""
-    return sum({id(of): of.loaded_bytes for of in residencies if of.device.memory == device.memory}.values())
+    return sum({id(of): of.loaded_bytes(device) for of in residencies}.values())
 
 
-def _evict(residencies: Iterable[Residency], excess_bytes: int) -> None:
-    """Evicts blocks of ``residencies``, those used longest ago first, until ``excess_bytes`` are free or nothing is left."""
+def _evict(residencies: Iterable[Residency], device: Device, excess_bytes: int) -> None:
+    """Evicts blocks of ``residencies`` from ``device``, those used longest ago first, until ``excess_bytes`` are free there."""
     for residency in sorted(residencies, key=lambda residency: residency.last_use):
         for path in reversed(residency.loaded):
             if excess_bytes <= 0:
                 return
+            if residency.device_of(path).memory != device.memory:
+                continue
             excess_bytes -= round_up(residency.nbytes(path), ALLOCATION_BYTES)
             residency.evict(path)
 

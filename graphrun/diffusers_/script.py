@@ -17,7 +17,7 @@ from typing import Any
 
 from graphrun.errors import InputError
 from graphrun.graph.graph import Component, Graph, Part, Reference
-from graphrun.model.plan import Evict, Stream
+from graphrun.model.plan import Evict, Stream, blocks_text
 from graphrun.model.problem import Variant
 from graphrun.model.solution import Solution
 from graphrun.modules.classes import resolve_class
@@ -85,6 +85,8 @@ class _Script:
                 yield f"- {name}: its backing store is pinned memory, read from disk while earlier phases compute"
             if variant.helper:
                 yield f"- {name}: computes on {variant.device}, a further device; here it runs on the first"
+            if split := next((split for split in self.plan.splits if split[0] == name), None):
+                yield f"- {name}: {blocks_text(split[2])} compute on device{split[1]}, a further device; here they run on the first"
             if variant.device == "cpu":
                 yield f"- {name}: runs on the CPU; here it runs on the device"
         evicted = {slot.phase for slot in self.plan.slots if slot.phase and any(isinstance(a, Evict) for a in slot.actions)}

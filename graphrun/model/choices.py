@@ -16,6 +16,7 @@ from dataclasses import replace
 from graphrun.errors import PlanError
 from graphrun.model.plan import Plan
 from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem, Use, ValueNumbers, Variant
+from graphrun.model.splits import crossings, with_splits
 
 # Blocks for which a ring has room, and likewise the bounce buffer of a backing store on disk (`Variant.host_bytes`).
 BUFFERED_BLOCKS = 2
@@ -90,11 +91,11 @@ def apply_choices(problem: Problem, plan: Plan) -> Problem:
 
     Raises PlanError if the plan chooses something that the problem does not have or does not allow.
     """
-    reordered = reorder(problem, plan.order, dict(plan.options))
+    reordered = with_splits(reorder(problem, plan.order, dict(plan.options)), plan.splits)
     names = dict(plan.variants)
     if unknown := sorted(set(names) - {component.name for component in problem.components}):
         raise PlanError(f"variant: the problem has no component {', '.join(unknown)}")
-    chosen = {component.name: _variant(problem, component, names.get(component.name)) for component in problem.components}
+    chosen = {component.name: _variant(reordered, component, names.get(component.name)) for component in reordered.components}
     components = tuple(
         replace(component, variants=(replace(chosen[component.name], slowdown=1.0, block_seconds=(), scratch_bytes=0, needs=""),))
         for component in reordered.components
@@ -133,16 +134,16 @@ def activation_bytes(phase_bytes: int, variants: Iterable[Variant], glue_bytes: 
     return phase_bytes + max((variant.scratch_bytes for variant in found), default=0)
 
 
-def helper_bytes(phase_bytes: int, pairs: Iterable[tuple[Use, Variant]], helper: int) -> int:
-    """Bytes beyond weights on ``helper`` in a slot of a phase that runs ``pairs``: 0 if none of them computes there, else the
-    activation as traced, ``phase_bytes``, and the most that scratch and the arguments of a call take."""
-    own = [variant.scratch_bytes + sum(use.crossing[:1]) for use, variant in pairs if variant.helper == helper]
+def helper_bytes(phase_bytes: int, pairs: Iterable[tuple[Use, ComponentNumbers]], helper: int) -> int:
+    """Bytes beyond weights on ``helper`` in a slot of a phase that runs ``pairs``, components with their variants chosen: 0 if none
+    of them computes there, else the activation as traced, ``phase_bytes``, and the most that scratch and what crosses take."""
+    own = [of.variants[0].scratch_bytes + to for use, of in pairs for n, (to, _) in crossings(use, of).items() if n == helper]
     return phase_bytes + max(own) if own else 0
 
 
 def _with_variants(problem: Problem, phase: PhaseNumbers, chosen: Mapping[str, Variant]) -> PhaseNumbers:
     variants = [chosen[use.component] for use in phase.uses]
-    pairs = list(zip(phase.uses, variants, strict=True))
+    pairs = [(use, replace(problem.component(use.component), variants=(of,))) for use, of in zip(phase.uses, variants, strict=True)]
     return replace(
         phase,
         uses=tuple(use_with(use, problem.component(use.component), chosen[use.component]) for use in phase.uses),

@@ -126,6 +126,7 @@ def _minimum(problem: Problem, phase: PhaseNumbers, part: Part, weights: int, ri
 
 
 def _group_bytes(component: ComponentNumbers, groups: Iterable[int], number: int = 0) -> int:
-    """Device bytes of all blocks of ``groups``, each block rounded up to an allocation."""
+    """Device bytes of all blocks of ``groups``, without those on helpers, each block rounded up to an allocation."""
     sizes = component.variants[number].block_bytes
-    return sum(len(component.groups[k].blocks) * round_up(sizes[k], ALLOCATION_BYTES) for k in groups)
+    here = (k for k in groups if not component.groups[k].helper)
+    return sum(len(component.groups[k].blocks) * round_up(sizes[k], ALLOCATION_BYTES) for k in here)

@@ -6,6 +6,8 @@ finds vae all                                on the device when the first slot b
 leaves vae all                               likewise, when a run of a session ends
 variant transformer nf4 pinned device        chosen variant of a component that has several
 variant vae bfloat16 pinned device1          likewise; it computes on the first helper
+split transformer device1 double[12-18]      blocks in a row that compute on the first helper, as the groups ``double@1``; both are
+                                             numbered anew from 0
 option decode tiling                         chosen option of a stage, if any
 order encode denoise decode                  order of the stages, if not the problem's
 slot denoise/0:transformer steady x27
@@ -30,6 +32,9 @@ Part = Literal["load", "first", "steady", "end"]
 
 # Blocks of a component: None means all; else (group name, block indices in ascending order) per block group, in group order.
 Blocks = tuple[tuple[str, tuple[int, ...]], ...] | None
+
+# A component, the number of a helper, and its blocks that compute there.
+Split = tuple[str, int, Blocks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +128,7 @@ class Plan:
     ``variants``: (component, `Variant.name`) for each component that has several. ``options``: (stage, `StageOption.name`).
     ``order``: stages; empty if it is the problem's order. ``again``: slots of every run of a session after the first.
     ``finds``: (component, blocks) on the device when ``slots`` begin; ``leaves``: those when any run of a session ends, so that
-    ``again`` begins with them.
+    ``again`` begins with them. ``splits``: (component, number of the helper, blocks that compute there).
     """
 
     problem: str
@@ -134,6 +139,7 @@ class Plan:
     again: tuple[Slot, ...] = ()
     finds: tuple[tuple[str, Blocks], ...] = ()
     leaves: tuple[tuple[str, Blocks], ...] = ()
+    splits: tuple[Split, ...] = ()
 
     def __str__(self) -> str:
         return plan_text(self)
@@ -215,6 +221,7 @@ def plan_text(plan: Plan) -> str:
     lines += [f"finds {component} {blocks_text(blocks)}" for component, blocks in plan.finds]
     lines += [f"leaves {component} {blocks_text(blocks)}" for component, blocks in plan.leaves]
     lines += [f"variant {component} {name}" for component, name in plan.variants]
+    lines += [f"split {component} device{helper} {blocks_text(blocks)}" for component, helper, blocks in plan.splits]
     lines += [f"option {stage} {name}" for stage, name in plan.options]
     lines += [f"order {' '.join(plan.order)}"] if plan.order else []
     for number, slot in enumerate((*plan.slots, *plan.again)):
@@ -229,7 +236,7 @@ def parse(text: str, name: str = "plan") -> Plan:
     Raises PlanError with ``name:line`` and what was expected there. Checks syntax only; `check` validates the plan.
     """
     digest: str | None = None
-    choices: dict[str, list[str]] = {"finds": [], "leaves": [], "variant": [], "option": [], "order": []}
+    choices: dict[str, list[str]] = {verb: [] for verb in CHOICE_LINES}
     runs: list[list[tuple[str, Part, int, list[Action]]]] = [[]]
     for number, raw in enumerate(text.splitlines(), start=1):
         line, where = " ".join(raw.split("#", 1)[0].split()), f"{name}:{number}"
@@ -260,7 +267,8 @@ def parse(text: str, name: str = "plan") -> Plan:
         tuple((component, _parse_blocks(blocks, name)) for component, blocks in map(_pair, choices[verb]))
         for verb in ("finds", "leaves")
     )
-    return Plan(digest, first, variants, options, tuple(" ".join(choices["order"]).split()), again, finds, leaves)
+    splits = tuple(_split(line, name) for line in choices["split"])
+    return Plan(digest, first, variants, options, tuple(" ".join(choices["order"]).split()), again, finds, leaves, splits)
 
 
 def _choice(verb: str, line: str, where: str) -> str:
@@ -275,6 +283,11 @@ def _pair(text: str) -> tuple[str, str]:
     return name, chosen
 
 
+def _split(text: str, where: str) -> Split:
+    component, device, blocks = text.split(" ", 2)
+    return component, int(device.removeprefix("device")), _parse_blocks(blocks, where)
+
+
 # First word of a line before the slots -> its pattern, and the form shown in errors.
 CHOICE_LINES: Mapping[str, tuple[str, str]] = {
     "finds": (r"finds (\S+ .+)", "finds COMPONENT BLOCKS"),
@@ -283,6 +296,7 @@ CHOICE_LINES: Mapping[str, tuple[str, str]] = {
         r"variant (\S+ \S+ (?:pinned|pageable|disk) (?:device[1-9]?|cpu))",
         "variant COMPONENT PRECISION pinned|pageable|disk device|device1|cpu",
     ),
+    "split": (r"split (\S+ device[1-9] .+)", "split COMPONENT device1 BLOCKS"),
     "option": (r"option (\S+ \S+)", "option STAGE NAME"),
     "order": (r"order (.+)", "order STAGE STAGE ..."),
 }

@@ -38,7 +38,7 @@ ALLOCATION_BYTES = 512
 PRIOR_ERROR = 0.25
 
 # Fields that are empty in problems with one device.
-_OF_HELPERS = ("helpers", "crossing", "helper_bytes")
+_OF_HELPERS = ("helpers", "crossing", "helper_bytes", "hops", "helper")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +100,13 @@ class BlockGroup:
 
     ``blocks``: module paths in the order of their first calls. A tensor belongs to the block with the longest path that is a prefix
     of the tensor's name; the path ``""`` holds all remaining tensors. A group that is not streamable has one block, which is either
-    resident or absent.
+    resident or absent. ``helper``: number of the helper that the blocks of a split component compute on (`graphrun.model.splits`).
     """
 
     name: str
     blocks: tuple[str, ...]
     streamable: bool
+    helper: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +203,8 @@ class Use:
     as (group, block within it, seconds), with the remainder's compute before, between and after the blocks; empty: group by
     group, block by block. ``passes[k]``: how often a block of group k runs in one call; empty: once. ``layers``: the same use
     with the component split into layers. ``crossing``: bytes of the tensors that one call gets and of those that it returns, which
-    cross to a helper and back where it computes there; only in problems with helpers.
+    cross to a helper and back where it computes there; only in problems with helpers. ``hops[k]``: bytes of the tensors that a
+    block of group k gets and that it returns; empty where blocks do not run one directly after another, and without helpers.
     """
 
     component: str
@@ -213,6 +215,7 @@ class Use:
     passes: tuple[int, ...] = ()
     layers: Use | None = None
     crossing: tuple[int, ...] = ()
+    hops: tuple[tuple[int, int], ...] = ()
 
     def passes_of(self, number: int) -> int:
         """How often a block of group ``number`` runs in one call."""
@@ -318,7 +321,7 @@ class StageOption:
 
 @dataclass(frozen=True, slots=True)
 class Helper:
-    """A further device of the machine, on which components may compute as a whole. Nothing is streamed to it."""
+    """A further device of the machine, on which components, or blocks of one, may compute. Nothing is streamed to it."""
 
     hardware: Hardware
     budget_bytes: int

@@ -30,11 +30,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from graphrun.model.allocator import ROUND_BYTES
+from graphrun.modules.trees import tensors_in
 from graphrun.profile.constants import ConstantValues, Storages
 from graphrun.profile.corrections import Convolution, attention_scratch, convolution_scratch
 from graphrun.profile.costs import tiles
 from graphrun.profile.meta_ops import META, on_meta
-from graphrun.profile.recording import Call, Event, Kernel, KernelClass, Product, Span
+from graphrun.profile.recording import Call, Event, Hop, Kernel, KernelClass, Product, Span
 from graphrun.sim.autocast import dtype_on
 from graphrun.sim.flops import launches_kernel
 from graphrun.units import round_up
@@ -187,16 +188,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _watch(self, block: nn.Module, path: str) -> tuple[Any, Any]:
         """Hooks that record when the block at ``path`` runs."""
 
-        def begin(*_: Any) -> None:
+        input_bytes = 0
+
+        def begin(_: Any, args: Any, kwargs: Any) -> None:
+            nonlocal input_bytes
+            input_bytes = self._bytes_of((args, kwargs))
             self._stack.append(path)
             self.record.entered.append(path)
             # An entry even for a block without kernels, since the order of blocks matters.
             self.record.work.append((path, []))
 
-        def end(*_: Any) -> None:
+        def end(_: Any, __: Any, results: Any) -> None:
             self._stack.pop()
+            self.record.hops.append(Hop(path, input_bytes, self._bytes_of(results)))
 
-        return block.register_forward_pre_hook(begin), block.register_forward_hook(end)
+        return block.register_forward_pre_hook(begin, with_kwargs=True), block.register_forward_hook(end)
+
+    def _bytes_of(self, value: Any) -> int:
+        """Bytes of the distinct tensors on the device in ``value``, as copies of them are allocated."""
+        found = {id(tensor): tensor for tensor in tensors_in(value) if tensor.device.type == self._device_type}
+        return sum(round_up(tensor.nbytes, ROUND_BYTES) for tensor in found.values())
 
     def _watch_layer(self, layer: nn.Module, path: str) -> tuple[Any, Any]:
         """Hooks that record when the layer at ``path`` runs, and its `Span`."""

@@ -67,6 +67,14 @@ class Span(NamedTuple):
     end: int
 
 
+class Hop(NamedTuple):
+    """A call of the block ``path``: bytes of the device tensors among its arguments, and among its results."""
+
+    path: str
+    input_bytes: int
+    output_bytes: int
+
+
 @dataclass(slots=True)
 class Call:
     """One kind of call into a component, traced once for each signature of argument shapes; or a section of one.
@@ -79,7 +87,7 @@ class Call:
     ``loose``: modules inside a block that were called, or of which a tensor was read, while the block did not run.
     ``input_bytes``: bytes of the device tensors among the arguments; ``output_bytes``: among the results. ``kept``: keys of tensors
     that the component keeps after the call and reuses (position tables) or replaces (frames for the next piece) in later calls; of
-    a section, keys of its results.
+    a section, keys of its results. ``hops``: calls of blocks, in order of their ends.
     """
 
     component: str = ""
@@ -96,6 +104,7 @@ class Call:
     input_bytes: int = 0
     output_bytes: int = 0
     kept: list[int] = field(default_factory=list)
+    hops: list[Hop] = field(default_factory=list)
 
     def levels(self) -> list[int]:
         """The bytes allocated before the first event and after each, without scratch."""
@@ -128,6 +137,7 @@ class Call:
         self.touched |= section.touched
         self.outside |= section.outside
         self.loose |= section.loose
+        self.hops += section.hops
 
     def renamed(self, path: str, other: str) -> Call:
         """This section, of the block at ``path``, as the equal block at ``other`` would give it: with its names of modules and
@@ -145,6 +155,7 @@ class Call:
             touched={*map(rename, self.touched)},
             outside={*map(rename, self.outside)},
             loose={*map(rename, self.loose)},
+            hops=[hop._replace(path=rename(hop.path)) for hop in self.hops],
         )
 
     def plain(self) -> Any:

@@ -31,7 +31,25 @@ def use_of(component: ComponentNumbers, calls: Sequence[Call], hardware: Hardwar
     if not crossing:
         return replace(use, layers=layers)
     both = max(call.input_bytes for call in calls), max(call.output_bytes for call in calls)
-    return replace(use, crossing=both, layers=layers and replace(layers, crossing=both))
+    hops = _hops(component, calls, use)
+    return replace(use, crossing=both, hops=hops, layers=layers and replace(layers, crossing=both))
+
+
+def _hops(component: ComponentNumbers, calls: Sequence[Call], use: Use) -> tuple[tuple[int, int], ...]:
+    """`Use.hops`: empty unless every call runs all blocks of all groups once, one directly after another."""
+    positions, most = _positions(component), [(0, 0)] * len(component.groups)
+    every, distinct = [position for position in positions.values() if position[0]], {id(call): call for call in calls}.values()
+    for call in distinct:
+        ran = [_block_at(positions, path) for path, kernels in call.work if kernels]
+        blocks = [n for n, (k, _) in enumerate(ran) if k]
+        if list(dict.fromkeys(ran[blocks[0] : blocks[-1] + 1] if blocks else ())) != every or call.loose:
+            return ()
+    if any(n != use.calls for n in use.group_calls[1:]):
+        return ()
+    for hop in {hop for call in distinct for hop in call.hops if hop.path in positions}:
+        k = positions[hop.path][0]
+        most[k] = max(most[k][0], hop.input_bytes), max(most[k][1], hop.output_bytes)
+    return tuple(most)
 
 
 def splittable_components(phases: Iterable[PhaseNumbers]) -> set[str]:

@@ -10,6 +10,7 @@ from graphrun.model.plan import Blocks, Evict, Load, Slot, Stream, action_text, 
 from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem
 from graphrun.model.simulation import Simulation, SlotReport
 from graphrun.model.solution import Solution
+from graphrun.model.splits import computing_on
 from graphrun.report.summary import broken_caps, directives, figures
 from graphrun.report.table import Units, table
 from graphrun.report.verdicts import done, fits
@@ -162,7 +163,7 @@ def _helpers(problem: Problem, simulation: Simulation) -> list[str]:
     found = []
     for number, helper in enumerate(problem.helpers, 1):
         peak = max(slot.helper_peaks[number - 1] for slot in (*simulation.slots, *simulation.again))
-        names = [of.name for of in simulation.problem.components if of.variants[0].helper == number]
+        names = computing_on(simulation.problem, number)
         found.append(
             f"device{number} {helper.hardware.name} ({helper.hardware.basis})  budget {show_size(helper.budget_bytes)}  peak"
             f" {show_size(peak)}  computes {', '.join(names) or 'nothing'}"

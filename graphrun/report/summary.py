@@ -7,6 +7,7 @@ from typing import Any
 from graphrun.model.problem import Problem
 from graphrun.model.simulation import Simulation
 from graphrun.model.solution import Solution
+from graphrun.model.splits import computing_on
 from graphrun.trace import Trace
 
 
@@ -71,7 +72,7 @@ def _helpers(solution: Solution) -> list[dict[str, Any]]:
             "hardware": helper.hardware.name,
             **figures(helper, "budget_bytes", "effective_bytes"),
             "peak_bytes": max(slot.helper_peaks[number - 1] for slot in (*simulation.slots, *simulation.again)),
-            "components": [of.name for of in solution.chosen.components if of.variants[0].helper == number],
+            "components": computing_on(solution.chosen, number),
         }
         for number, helper in enumerate(solution.problem.helpers, 1)
     ]

@@ -93,16 +93,16 @@ class BackingStore:
         """Whether a copy of block ``path``, whose read was begun, would wait for earlier copies only."""
         return path not in self._reads or self.device.reached(self._reads[path].marks)
 
-    def copy(self, path: str, target: torch.Tensor) -> Marks:
-        """Queues the copy of block ``path`` into ``target`` on the device. The host waits for the block's read; if the memory is
+    def copy(self, path: str, target: torch.Tensor, device: Device) -> Marks:
+        """Queues the copy of block ``path`` into ``target`` on ``device``. The host waits for the block's read; if the memory is
         pageable, for the copy too."""
-        source, device = self._source(path), self.device
+        source = self._source(path, device)
         start = device.mark("copy")
         device.copy(target, source)
         return start, device.mark("copy")
 
-    def _source(self, path: str) -> torch.Tensor:
-        """The bytes of block ``path`` in host memory, read; the copy stream waits for the read."""
+    def _source(self, path: str, device: Device) -> torch.Tensor:
+        """The bytes of block ``path`` in host memory, read; the copy stream of ``device`` waits for the read."""
         raise NotImplementedError
 
     def finish_reads(self) -> list[tuple[str, int, Marks]]:
@@ -194,18 +194,19 @@ class Arena(BackingStore):
         locked = self._locking is None or self.device.reached(self._locking.marks)
         return locked and path not in self.pending and super().ready(path)
 
-    def wait_read(self, path: str, stream: Stream) -> None:
-        """Waits until block ``path`` is read, on the host and on ``stream``."""
+    def wait_read(self, path: str, stream: Stream, device: Device) -> None:
+        """Waits until block ``path`` is read, on the host and on ``stream`` of ``device``."""
         self.request(path)
         if path in self._reads:
             self._reads[path].join()
-            self.device.wait(stream, self._reads[path].marks[1])
+            device.wait(stream, self._reads[path].marks[1])
 
-    def _source(self, path: str) -> torch.Tensor:
-        self.wait_read(path, "copy")
+    def _source(self, path: str, device: Device) -> torch.Tensor:
+        self.wait_read(path, "copy", device)
         if self._locking is not None:
             self._locking.join()
-            self.device.wait("copy", self._locking.marks[-1])
+            for each in self.device.every:
+                each.wait("copy", self._locking.marks[-1])
             self._locking = None
         return self.block(path)
 
@@ -252,20 +253,20 @@ class Disk(BackingStore):
             self._placements += 1
         return self.device.queues_behind(self._reads[path].marks)
 
-    def copy(self, path: str, target: torch.Tensor) -> Marks:
-        marks = super().copy(path, target)
+    def copy(self, path: str, target: torch.Tensor, device: Device) -> Marks:
+        marks = super().copy(path, target, device)
         if path in self._reads:
             self._copied[self._reads.pop(path).number] = marks[1]
         return marks
 
-    def _source(self, path: str) -> torch.Tensor:
+    def _source(self, path: str, device: Device) -> torch.Tensor:
         self.request(path)
         if path not in self._reads:
             return torch.empty(0, dtype=torch.uint8)
         found = self._reads[path]
         found.join()
         self._finished.append((path, found.nbytes, (found.marks[0], found.marks[1])))
-        self.device.wait("copy", found.marks[1])
+        device.wait("copy", found.marks[1])
         return found.buffer
 
     def drop(self) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
-from graphrun.model.problem import BlockGroup, ComponentNumbers, Granularity, Problem, Variant
+from graphrun.model.problem import ComponentNumbers, Granularity, Problem, Variant
 from graphrun.modules.build import build_part, draft, meta_modules
 from graphrun.modules.dtype_variants import DtypeVariants
 from graphrun.modules.memos import HeldAttributes, memos
@@ -161,7 +161,7 @@ class Host:
         layout = _layout_key(problem)
         for numbers in problem.components:
             if (residency := self.residencies.get(numbers.name)) is not None:
-                residency.for_device(self._device.every[numbers.variants[0].helper])
+                residency.place(numbers, self._device)
         if layout != self._layout and not _differ_in_granularity_only(layout, self._layout):
             raise InputError("the host memory was built for another graph or other blocks; build it again for this problem")
         for numbers in problem.components:
@@ -173,29 +173,32 @@ class Host:
                 before.drop()
             in_ram = before.backing_store.memory is not None and not on_disk
             writer = None if before.caller_owned or in_ram else self._writers[numbers.name]
-            self.residencies[numbers.name] = Residency(self.modules[numbers.name], numbers, before.device, writer)
+            self.residencies[numbers.name] = Residency(self.modules[numbers.name], numbers, self._device, writer)
         self._layout = layout
 
     def _add(self, module: nn.Module, numbers: ComponentNumbers, device: Device, writer: BlockWriter | None) -> None:
         if writer is not None and numbers.variants[0].backing_store == "disk":
             writer = self._spool.writer_for(module, numbers, writer)
         self.modules[numbers.name] = module
-        self.residencies[numbers.name] = Residency(module, numbers, device.every[numbers.variants[0].helper], writer)
+        self.residencies[numbers.name] = Residency(module, numbers, device, writer)
         self._variants[numbers.name] = numbers.variants[0]
         self._writers[numbers.name] = writer
 
 
-_LayoutKey = tuple[str, dict[str, tuple[Granularity, tuple[BlockGroup, ...], Variant]]]
+Layout = tuple[Granularity, frozenset[tuple[str, int]], Variant]
+_LayoutKey = tuple[str, dict[str, Layout]]
 
 
-def layout_of(numbers: ComponentNumbers) -> tuple[Granularity, tuple[BlockGroup, ...], Variant]:
-    """What decides the layout of a component in memory. Fields of a variant that only concern compute and that `apply_choices`
-    changes are neutral, and so is on which device it computes."""
+def layout_of(numbers: ComponentNumbers) -> Layout:
+    """What decides the layout of a component in memory: its blocks with their bytes. Fields of a variant that only concern compute
+    and that `apply_choices` changes are neutral, and so is on which devices it computes."""
     variant = replace(numbers.variants[0], slowdown=1.0, block_seconds=(), scratch_bytes=0, needs="")
     if variant.helper:
         variant = replace(variant, device="device")
-    variant = replace(variant, load_seconds=(), disk_seconds=(), read_seconds=(), streamable=True)
-    return numbers.granularity, numbers.groups, variant
+    pairs = zip(numbers.groups, variant.block_bytes, strict=True)
+    blocks = frozenset((path, nbytes) for group, nbytes in pairs for path in group.blocks)
+    variant = replace(variant, load_seconds=(), disk_seconds=(), read_seconds=(), block_bytes=(), read_bytes=(), streamable=True)
+    return numbers.granularity, blocks, variant
 
 
 def _layout_key(problem: Problem) -> _LayoutKey:

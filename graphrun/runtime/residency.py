@@ -87,7 +87,9 @@ class Residency:
         self.name = numbers.name
         self.module = module
         self.caller_owned = writer is None
-        self.granularity, self.device = numbers.granularity, device
+        self.granularity = numbers.granularity
+        self.device, self._elsewhere = _devices(numbers, device)
+        device = self.device
         normalize_quantized_layers(module)
         order = blocks_of(numbers, None)
         layouts = lay_out(module, order, split_layers=numbers.granularity == "layers")
@@ -110,16 +112,31 @@ class Residency:
         if writer is None and isinstance(self.backing_store, Arena):
             self._move_into_arena(self.backing_store, layouts)
 
-    def for_device(self, device: Device) -> None:
-        """Makes ``device`` the one that blocks are copied to. Call while none is loaded or read."""
-        if self.device is not device:
-            assert not self.loaded, f"{self.name} is on {self.device.torch_device}"
-            self.device = self.backing_store.device = device
+    def place(self, numbers: ComponentNumbers, device: Device) -> None:
+        """Makes those of ``device``, the main one, and its helpers on which ``numbers`` compute the ones that blocks are copied to.
+        Evicts all blocks where that changes anything. Call while none is read."""
+        main, elsewhere = _devices(numbers, device)
+        before = self.device.memory, {path: of.memory for path, of in self._elsewhere.items()}
+        if before != (main.memory, {path: of.memory for path, of in elsewhere.items()}):
+            self.release()
+            self.device = self.backing_store.device = main
+            self._elsewhere = elsewhere
+
+    def device_of(self, path: str) -> Device:
+        """The device of block ``path``."""
+        return self._elsewhere.get(path, self.device)
 
     @property
-    def loaded_bytes(self) -> int:
-        """Bytes of the loaded blocks on the device."""
-        return sum(round_up(block.nbytes, ALLOCATION_BYTES) for block in self._blocks.values() if block.buffer is not None)
+    def split(self) -> tuple[Device, tuple[str, ...]] | None:
+        """Of a split component, the helper and the paths of its blocks there, in call order."""
+        found = tuple(self._elsewhere)
+        return (self._elsewhere[found[0]], found) if found else None
+
+    def loaded_bytes(self, device: Device | None = None) -> int:
+        """Bytes of the loaded blocks, on ``device`` or on all."""
+        loaded = ((path, block) for path, block in self._blocks.items() if block.buffer is not None)
+        on = (block for path, block in loaded if device is None or self.device_of(path).memory == device.memory)
+        return sum(round_up(block.nbytes, ALLOCATION_BYTES) for block in on)
 
     @property
     def loaded(self) -> tuple[str, ...]:
@@ -224,7 +241,7 @@ class Residency:
 
     def allocate(self, path: str) -> None:
         """Allocates the device buffer of block ``path``. Its contents are undefined."""
-        self._blocks[path].buffer = self.device.allocate(self.nbytes(path))
+        self._blocks[path].buffer = self.device_of(path).allocate(self.nbytes(path))
 
     def load(self, path: str) -> Marks:
         """Queues the copy of block ``path`` into its buffer and binds its tensors to it. Returns marks before and after the copy.
@@ -241,13 +258,13 @@ class Residency:
     def wait_copy(self, path: str) -> None:
         """Makes the compute stream wait for the copy of block ``path``, if one is under way."""
         if path in self._arrivals:
-            self.device.wait("compute", self._arrivals.pop(path))
+            self.device_of(path).wait("compute", self._arrivals.pop(path))
 
     def wait_read(self) -> None:
         """Waits until the backing store is read, on the host and on the compute stream: the component computes on the CPU."""
         assert isinstance(self.backing_store, Arena)
         for path in self._blocks:
-            self.backing_store.wait_read(path, "compute")
+            self.backing_store.wait_read(path, "compute", self.device)
 
     def bind(self, path: str, buffer: torch.Tensor) -> None:
         """Makes the tensors of block ``path`` views of ``buffer``."""
@@ -280,8 +297,9 @@ class Residency:
 
         Returns marks before and after the copy.
         """
-        self.device.annotate(block=f"{self.name} {path or 'remainder'}")
-        return self.backing_store.copy(path, buffer)
+        device = self.device_of(path)
+        device.annotate(block=f"{self.name} {path or 'remainder'}")
+        return self.backing_store.copy(path, buffer, device)
 
     def evict(self, path: str) -> None:
         """Releases the device copy of block ``path``. No bytes are copied, since weights are read-only. Call after a barrier."""
@@ -303,6 +321,12 @@ class Residency:
                 entry.host = entry.template = view
                 entry.put(view)
         store.pin()
+
+
+def _devices(numbers: ComponentNumbers, device: Device) -> tuple[Device, dict[str, Device]]:
+    """Of ``device`` and its helpers: the one of the component, and of its blocks that compute elsewhere."""
+    elsewhere = {path: device.every[of.helper] for of in numbers.groups if of.helper for path in of.blocks}
+    return device.every[numbers.variants[0].helper], elsewhere
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from graphrun.modules.interceptor import CallInterceptor
 from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.trees import computing_on, walk
 from graphrun.ops import Stages
+from graphrun.runtime.crossing import call_split, moved
 from graphrun.runtime.cursor import SlotCursor
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.events import EventRecorder
@@ -208,7 +209,7 @@ class Run:
         elif (helper := self._variants[component].helper) > 0:
             result = self._run_on_helper(self._device.every[helper], proceed, args, kwargs)
         else:
-            result = proceed(*args, **kwargs)
+            result = call_split(self._device, self._host.residencies[component], proceed, args, kwargs)
         end = self._device.mark("compute")
         self._recorder.note("run", component, entry, 0, (start, end))
         if self._variants[component].precision in QUANTIZED and component not in self._measured:
@@ -263,14 +264,14 @@ class Run:
         """Runs the component on ``helper``: copies there what it gets from the device, once each, and what it returns back."""
         assert self._interceptor is not None
         device, there = self._device.torch_device, helper.torch_device
-        arguments = computing_on(there, *_moved((args, kwargs), device, there))
+        arguments = computing_on(there, *moved((args, kwargs), device, there))
         self._interceptor.device = there
         try:
             with helper.current():
                 result = proceed(*arguments[0], **arguments[1])
         finally:
             self._interceptor.device = device
-        return _moved(result, there, device)
+        return moved(result, there, device)
 
     def annotate(self, error: OutOfMemory) -> None:
         """Sets the fields of ``error``: the device and the slot in which it happened, its planned bytes and its measured bytes."""
@@ -329,23 +330,9 @@ class Run:
         found = self._device.tiers()
         found["device"] -= output_bytes
         for number, device in enumerate(self._device.every):
-            own = (residency for residency in self._host.residencies.values() if residency.device is device)
-            found[f"device{number or ''}"] -= sum(residency.loaded_bytes for residency in own)
+            own = self._host.residencies.values()
+            found[f"device{number or ''}"] -= sum(residency.loaded_bytes(device) for residency in own)
         return found
-
-
-def _moved(value: Any, source: torch.device, target: torch.device) -> Any:
-    """``value`` with every tensor on ``source`` replaced by a copy on ``target``; one that is there twice is copied once."""
-    copies: dict[int, torch.Tensor] = {}
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device != source:
-            return tensor
-        if id(tensor) not in copies:
-            copies[id(tensor)] = tensor.to(target)
-        return copies[id(tensor)]
-
-    return walk(value, move)
 
 
 def _cast(proceed: Proceed, outside: torch.dtype, inside: torch.dtype) -> Proceed:

@@ -213,4 +213,4 @@ class OpenSlot:
         residency, path = self._prefetch.popleft()
         self._prefetched_bytes += residency.nbytes(path)
         marks = residency.load(path)
-        self._recorder.note("load", residency.name, path, residency.nbytes(path), marks, residency.device)
+        self._recorder.note("load", residency.name, path, residency.nbytes(path), marks, residency.device_of(path))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from graphrun.model.keep_order import keep_order
 from graphrun.model.plan import Action, Blocks, Drop, Evict, Load, Plan, Read, Restore, Run, Slot, Spill, Stream
 from graphrun.model.problem import Problem
+from graphrun.model.splits import splits_of
 from graphrun.solve.program import Choice, Program
 
 Counts = NDArray[np.int64]  # blocks per group
@@ -38,7 +39,8 @@ def plan_of(
     variants = tuple((component.name, by.variant.name) for component, by in pairs if len(component.variants) > 1)
     kept = _blocks(program, none, stay) if program.session else {}
     leaves = tuple((program.problem.components[c].name, blocks) for c, blocks in kept.items())
-    return Plan(of.digest, first, variants, tuple(options), tuple(order), again, leaves=leaves)
+    splits = splits_of(of, program.problem)
+    return Plan(of.digest, first, variants, tuple(options), tuple(order), again, leaves=leaves, splits=splits)
 
 
 def _run(program: Program, choice: Choice, intervals: range, held: Counts, stay: Counts) -> tuple[Slot, ...]:

@@ -18,12 +18,15 @@ Rows for the device are described in `graphrun.solve.program`. Rows for host mem
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graphrun.model.choices import BUFFERED_BLOCKS, activation_bytes
+from graphrun.model.plan import Split
+from graphrun.model.splits import in_a_row, with_splits
 from graphrun.solve.linear import GAP, Linear, MilpModel, Row, total
 from graphrun.solve.program import Choice, Group, Program
 
@@ -69,6 +72,7 @@ class Formulation:
         self._uses = [np.flatnonzero(program.calls[:, j]).tolist() for j in range(len(program.groups))]
         self.peak = model.column()
         self._add_variants()
+        self._add_splits()
         self._spills = [model.binary() for _ in program.spill_gaps]
         seconds, moved, copying, occupied, singles = [], [], [], [], dict[int, float]()
         for t, interval in enumerate(intervals):
@@ -142,6 +146,72 @@ class Formulation:
         """Whether it is certainly held in interval ``t`` if the variant is chosen."""
         return not self._held[number] and t >= max(self._reads[number], default=0)
 
+    # ---- Splits
+
+    def _add_splits(self) -> None:
+        """Columns of the blocks on helpers, h by group: they are in a row, and each component has them on one helper only."""
+        program, model = self.program, self.model
+        self._moved: dict[int, Linear] = {}  # h of each group with a mirror
+        self._touched: dict[int, Linear] = {}  # 1 where h > 0
+        self._split: dict[tuple[int, int], Linear] = {}  # 1 where the variant choice is split over the helper
+        self._away: dict[int, list[int]] = {}  # for each group, those that may have blocks of it
+        pairs: dict[tuple[int, int], list[int]] = {}
+        for j, group in enumerate(program.groups):
+            if group.mirror >= 0:
+                pairs.setdefault((group.variant_choice, group.helper), []).append(j)
+                self._away.setdefault(group.mirror, []).append(j)
+        for pair, own in pairs.items():
+            split = self._split[pair] = model.binary()
+            for j in own:
+                count = float(program.groups[j].count)
+                moved, touched = self._moved[j], self._touched[j] = model.column(0.0, count, True), model.binary()
+                model.add(moved <= touched * count, moved >= touched, touched <= split)
+            model.add(split <= total(self._touched[j] for j in own))
+            for first, last in ((a, b) for n, a in enumerate(own) for b in own[n + 2 :]):
+                for j in own[own.index(first) + 1 : own.index(last)]:  # all blocks of a group between two others
+                    between = self._touched[first] + self._touched[last] - 1.0
+                    model.add(self._moved[j] >= between * float(program.groups[j].count))
+        for number, chosen in enumerate(self.chosen):
+            if one := [split for (n, _), split in self._split.items() if n == number]:
+                model.add(total(one) <= chosen)
+
+    def _all_of(self, j: int) -> Linear:
+        """The number of blocks of group ``j``, if the variant is chosen, which is not so for one on the CPU."""
+        group = self.program.groups[j]
+        if group.mirror >= 0:
+            return self._moved[j]
+        every = self.chosen[group.variant_choice] * float(group.count)
+        return total([every, *(self._moved[away] * -1.0 for away in self._away[j])]) if j in self._away else every
+
+    def _splits_in(self, values: NDArray[np.float64], numbers: Collection[int]) -> tuple[Split, ...]:
+        """The splits of the variant choices ``numbers``."""
+        found, problem = [], self.program.problem
+        for (number, helper), split in self._split.items():
+            if number in numbers and split.at(values) > 0.5:
+                component = problem.components[self.program.variant_choices[number].component]
+                own = [(j, of) for j, of in enumerate(self.program.groups) if of.mirror >= 0 and of.variant_choice == number]
+                counts = {of.index: round(self._moved[j].at(values)) for j, of in own if of.helper == helper}
+                found.append((component.name, helper, in_a_row(component, counts)))
+        return tuple(found)
+
+    def _crossing(self, t: int) -> list[Linear]:
+        """Seconds of blocks on helpers in interval ``t``, and of what crosses to them and back."""
+        program, model, unit, found = self.program, self.model, self.seconds_unit, list[Linear]()
+        phase, part = program.problem.phases[program.intervals[t].phase], program.intervals[t].part
+        for (number, helper), _ in self._split.items():
+            name = program.problem.components[program.variant_choices[number].component].name
+            use = next((use for use in phase.uses if use.component == name), None)
+            if use is None or not (calls := use.calls_in(part)):
+                continue
+            to, back = model.column(), model.column()
+            for j, group in enumerate(program.groups):
+                if group.mirror >= 0 and (group.variant_choice, group.helper) == (number, helper):
+                    seconds = program.problem.crossing_seconds(helper, use.hops[group.index])
+                    model.add(to >= self._touched[j] * (seconds[0] / unit), back >= self._touched[j] * (seconds[1] / unit))
+                    found.append(self._moved[j] * (program.calls[t, j] * program.intervals[t].seconds[j] / unit))
+            found += [to * float(calls), back * float(calls)]
+        return found
+
     # ---- Blocks
 
     def _add_groups(self, t: int) -> tuple[list[Linear], dict[int, list[tuple[Linear, int]]]]:
@@ -160,15 +230,15 @@ class Formulation:
             may_be_present, may_load = self._allowed(t, j)
             may_be_present = may_be_present and (needed or kept or not group.movable)
             may_load = may_load and needed and not whole and not computing
-            all_of = chosen * count
-            fixed = count if (whole or kept) and not chosen.terms else 0.0
+            all_of = self._all_of(j)
+            fixed = count if (whole or kept) and not all_of.terms else 0.0
             present = model.column(fixed, count if may_be_present else 0.0, not group.by_layer)
             loaded = model.column(0.0, count if may_load else 0.0, not group.by_layer)
             self.present[t].append(present)
             self.loaded[t].append(loaded)
             after = present + loaded
             model.add(after <= all_of)
-            if (whole or kept) and chosen.terms:
+            if (whole or kept) and all_of.terms:
                 model.add(present >= all_of)
             if t or self.program.part != "further":
                 model.add(self._kept(j, t, t - 1))
@@ -237,7 +307,7 @@ class Formulation:
             if t in read and of.read_seconds
         ]
         links = [[of for of, group in zip(load, program.groups, strict=True) if group.helper == n] for n in (0, *program.helpers)]
-        model.add(time >= total([*overlapped, *on_cpu]), time >= total([*links[0], *spills]))
+        model.add(time >= total([*overlapped, *on_cpu, *self._crossing(t)]), time >= total([*links[0], *spills]))
         for to_helper in filter(None, links[1:]):
             model.add(time >= total(to_helper))
         if reads or any(group.disk_seconds for group in program.groups):
@@ -262,7 +332,11 @@ class Formulation:
         copies, disk reads, and where r = 1 copies plus compute."""
         compute_seconds, groups = self.program.compute_seconds[t] / self.seconds_unit, self.program.groups
         compute = self.chosen[groups[of[0]].variant_choice] * (sum(self.program.compute_seconds[t, of]) / self.seconds_unit)
-        longest = self.model.column(compute.constant)
+        pairs = [(j, away) for j in of for away in self._away.get(j, ())]
+        unit, interval = self.seconds_unit, self.program.intervals[t]
+        fewer = [self._moved[away] * (-interval.calls[j] * interval.seconds[j] / unit) for j, away in pairs]
+        compute = total([compute, *fewer]) if fewer else compute
+        longest = self.model.column(0.0 if compute.terms else compute.constant)
         if compute.terms:
             self.model.add(longest >= compute)
         copied = total(load[j] for j in of)
@@ -270,7 +344,7 @@ class Formulation:
         if any(groups[j].disk_seconds for j in of):
             self.model.add(longest >= total(disk[j] for j in of))
         if serial := [self.single_buffered[t][j] * compute_seconds[j] for j in of if j in self.single_buffered[t]]:
-            self.model.add(longest >= total([copied, *serial]))
+            self.model.add(longest >= total([copied, *serial, *fewer]))
         return longest
 
     # ---- Bytes
@@ -302,7 +376,8 @@ class Formulation:
             unit = max(1, helper.effective_bytes) / MEMORY_SCALE
             used = [(present + loaded) * (group.held_bytes / unit) for group, present, loaded in pairs if group.helper == number]
             nbytes = enumerate(program.intervals[t].helper_bytes)
-            own = [self.chosen[n] * (of / unit) for n, of in nbytes if of and program.variant_choices[n].variant.helper == number]
+            own = [self.chosen[n] * (of[number - 1] / unit) for n, of in nbytes if of[number - 1]]
+            own += [of / unit for of in self._working(t, number)]
             if own:
                 most = model.column()
                 model.add(*(most >= of for of in own))
@@ -310,6 +385,18 @@ class Formulation:
             found.append(total(used))
             if used:
                 model.add(found[-1] + self._margin(f"helper {number}", t) / unit <= helper.effective_bytes / unit)
+        return found
+
+    def _working(self, t: int, helper: int) -> list[Linear]:
+        """Bytes beyond weights on ``helper`` in interval ``t`` for each group that may have blocks there."""
+        program, interval = self.program, self.program.intervals[t]
+        uses, found = {use.component: use for use in program.problem.phases[interval.phase].uses}, list[Linear]()
+        for j, group in enumerate(program.groups):
+            of = program.variant_choices[group.variant_choice]
+            if group.mirror >= 0 and group.helper == helper and group.component in interval.entered:
+                use = uses[program.problem.components[group.component].name]
+                nbytes = interval.activation_bytes + of.variant.scratch_bytes + use.hops[group.index][0]
+                found.append(self._touched[j] * float(nbytes))
         return found
 
     def _activation(self, t: int) -> tuple[Linear, Linear]:
@@ -397,8 +484,10 @@ class Formulation:
     def choice(self, values: NDArray[np.float64]) -> tuple[Program, Choice]:
         """The program with the chosen variants, and its integers. Backing stores are dropped as in `Program.with_drops`."""
         numbers = self.chosen_in(values)
-        program = self.program.with_variants([self.program.variant_choices[n].index for n in numbers])
-        groups = [(j, group) for j, group in enumerate(self.program.groups) if group.variant_choice in numbers]
+        program = self._program_in(values, numbers)
+        every = enumerate(self.program.groups)
+        groups = [(j, group) for j, group in every if group.variant_choice in numbers and self._any(j, values)]
+        groups.sort(key=lambda pair: (pair[1].component, pair[1].mirror >= 0, pair[1].index))
         present, loaded, depths = np.zeros((3, len(program.intervals), len(groups)), dtype=np.int64)
         for t, single in enumerate(self.single_buffered):
             for n, (j, group) in enumerate(groups):
@@ -412,6 +501,20 @@ class Formulation:
         reads = tuple(max((t for t, read in self._reads[n].items() if read.at(values) > 0.5), default=-1) for n in numbers)
         spills = tuple(bool(spilled.at(values) > 0.5) for spilled in self._spills)
         return program, program.with_drops(Choice(present, loaded, depths, reads, (-1,) * len(numbers), spills))
+
+    def _program_in(self, values: NDArray[np.float64], numbers: Sequence[int]) -> Program:
+        """The program with the variant choices ``numbers`` and the splits of ``values``."""
+        of = self.program
+        if not (splits := self._splits_in(values, numbers)):
+            return of.with_variants([of.variant_choices[n].index for n in numbers])
+        problem, names = with_splits(of.problem, splits), [of.variant_choices[n].variant.name for n in numbers]
+        pairs = zip(problem.components, names, strict=True)
+        indices = [[variant.name for variant in component.variants].index(name) for component, name in pairs]
+        return replace(of, problem=problem).with_variants(indices)
+
+    def _any(self, j: int, values: NDArray[np.float64]) -> bool:
+        """Whether group ``j`` has any blocks, not all of them elsewhere."""
+        return j not in (self._moved | self._away) or self._all_of(j).at(values) > 0.5
 
     @property
     def layer_columns(self) -> list[int]:

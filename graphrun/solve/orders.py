@@ -47,7 +47,7 @@ def stage_choices(problem: Problem, *, dominated: bool = False) -> tuple[list[St
         options = tuple((stage, name) for stage, name in zip(plain, names, strict=True) if name)
         asked = order if order != plain else ()
         of = reorder(problem, asked, dict(options)) if asked or options else replace(problem, precedence=None, options=())
-        found.append(StageChoice(program_of(of, None if dominated else undominated_variants(of)), asked, options))
+        found.append(StageChoice(program_of(of, None if dominated else undominated_variants(of), split=True), asked, options))
     return found, len(found) == len(every)
 
 

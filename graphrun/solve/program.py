@@ -69,7 +69,8 @@ from graphrun.model.choices import activation_bytes, use_with
 from graphrun.model.choices import helper_bytes as bytes_on_helper
 from graphrun.model.least_memory import streamable_groups, used_components
 from graphrun.model.plan import Part
-from graphrun.model.problem import ALLOCATION_BYTES, Placement, Problem, Variant
+from graphrun.model.problem import ALLOCATION_BYTES, Placement, Problem, Use, Variant
+from graphrun.model.splits import crossings, helpers_for, slowdown_of, twin
 from graphrun.units import round_up
 
 
@@ -103,7 +104,8 @@ class Group:
     one block from disk for that copy, 0 if the backing store is not on disk. ``movable``: as in `Variant`. ``demanded``:
     placements that directives demand of the component. ``overlap_key``: groups of the variant with equal keys form one overlap
     set. ``by_layer``: the blocks are layers. ``excluded``: the directive `exclude` applies: the blocks must be off the device,
-    even if this variant cannot stream them. ``helper``: number of the helper that they are copied to; 0: the device."""
+    even if this variant cannot stream them. ``helper``: number of the helper that they are copied to; 0: the device. ``mirror``: of
+    a program whose component may yet be split, the group of whose blocks this one may have some; -1: none."""
 
     variant_choice: int
     component: int
@@ -120,6 +122,7 @@ class Group:
     by_layer: bool
     excluded: bool
     helper: int = 0
+    mirror: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,7 @@ class Interval:
     (p), how often a block runs in one call. ``cpu_seconds``: for each variant choice, compute on the CPU, or on a helper with what
     crosses to it and back. ``used``: components (indices) that compute on the device or a helper in the slot. ``entered``: all
     components of the phase; none in a load slot. ``helper_bytes``: for each variant choice, bytes beyond weights that it takes on
-    its helper.
+    each helper.
     ``fixed_bytes``: values and live-in bytes. ``activation_bytes``: as traced, without the scratch of variants; ``glue_bytes`` of
     them remain on the device if every component of the phase computes on the CPU."""
 
@@ -176,7 +179,7 @@ class Interval:
     used: frozenset[int]
     entered: frozenset[int]
     cpu_seconds: tuple[float, ...]
-    helper_bytes: tuple[int, ...] = ()
+    helper_bytes: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,8 +379,7 @@ class Program:
     def helper_bytes(self, choice: Choice, number: int) -> NDArray[np.int64]:
         """Bytes on helper ``number`` per interval."""
         weights: NDArray[np.int64] = (choice.present + choice.loaded) @ (self.held_bytes * (self.on_helper == number))
-        own = [n for n, of in enumerate(self.variant_choices) if of.variant.helper == number]
-        working = [max((interval.helper_bytes[n] for n in own), default=0) for interval in self.intervals]
+        working = [max((of[number - 1] for of in interval.helper_bytes), default=0) for interval in self.intervals]
         return weights + np.array(working, dtype=np.int64)
 
     def host_bytes(self, choice: Choice) -> NDArray[np.int64]:
@@ -475,10 +477,11 @@ class Program:
 # ---- Building a program
 
 
-def program_of(problem: Problem, variants: Sequence[Sequence[int]] | None = None) -> Program:
+def program_of(problem: Problem, variants: Sequence[Sequence[int]] | None = None, *, split: bool = False) -> Program:
     """The program of ``problem``, whose stage order and options are already applied.
 
-    ``variants``: for each component, indices of the variants that may be chosen; None: all usable ones.
+    ``variants``: for each component, indices of the variants that may be chosen; None: all usable ones. ``split``: blocks of a
+    component may be put on a helper (`Group.mirror`); such a program is for `graphrun.solve.milp` alone.
     """
     used = used_components(problem)
     variant_choices: list[VariantChoice] = []
@@ -489,6 +492,7 @@ def program_of(problem: Problem, variants: Sequence[Sequence[int]] | None = None
             read_seconds = sum(len(group.blocks) * seconds for group, seconds in pairs) if variant.read_seconds else None
             variant_choices.append(VariantChoice(number, index, variant, read_seconds, component in used))
     groups = tuple(group for number, of in enumerate(variant_choices) for group in _groups(problem, number, of))
+    groups += tuple(_mirrors(problem, variant_choices, groups)) if split else ()
     run_weights = (1.0, float(problem.runs - 1))[: min(2, problem.runs)]  # how many runs the first and the further one stand for
     intervals = tuple(
         interval
@@ -533,8 +537,18 @@ def _groups(problem: Problem, number: int, variant_choice: VariantChoice) -> Ite
             overlap_key=of.blocks[0].split(".")[0] if by_layer else f"{index}",
             by_layer=by_layer,
             excluded=of.streamable and "exclude" in demanded,
-            helper=variant.helper,
+            helper=variant.helper or of.helper,
         )
+
+
+def _mirrors(problem: Problem, variant_choices: Sequence[VariantChoice], groups: Sequence[Group]) -> Iterator[Group]:
+    """For each helper over which the component of one of ``groups`` may be split, a group for its blocks there."""
+    for j, group in enumerate(groups):
+        component, chosen = problem.components[group.component], variant_choices[group.variant_choice]
+        for helper in helpers_for(problem, component) if chosen.used and "" not in component.groups[group.index].blocks else ():
+            if (there := twin(component, chosen.variant, helper)) is not None:
+                load = there.load_seconds[group.index]
+                yield replace(group, load_seconds=load, disk_seconds=0.0, streamable=False, helper=helper, mirror=j)
 
 
 def _intervals(
@@ -558,15 +572,20 @@ def _intervals(
         if not rounds and (part != "load" or not phase.uses):
             continue
         calls = tuple(use.group_calls_in(part)[k] if use else 0 for use, k in pairs)
-        cpu_seconds, helper_bytes = [0.0] * len(variant_choices), [0] * len(variant_choices)
+        cpu_seconds, helper_bytes = [0.0] * len(variant_choices), [(0,) * len(problem.helpers)] * len(variant_choices)
         for n, (use, component) in enumerate(zip(uses, components, strict=True)):
+            if use is None:
+                continue
             variant = variant_choices[n].variant
-            if use and variant.device != "device":
-                triples = zip(component.groups, use.group_calls_in(part), use.seconds, strict=True)
-                cpu_seconds[n] = sum(len(group.blocks) * times * seconds for group, times, seconds in triples)
-            if use and variant.helper and rounds:
-                cpu_seconds[n] += use.calls_in(part) * sum(problem.crossing_seconds(variant.helper, use.crossing))
-                helper_bytes[n] = bytes_on_helper(activation, [(use, variant)], variant.helper)
+            triples = zip(component.groups, use.group_calls_in(part), use.seconds, strict=True)
+            away = [of for of in triples if variant.device != "device" or of[0].helper]
+            cpu_seconds[n] = sum((len(group.blocks) * times * seconds for group, times, seconds in away), 0.0)
+            chosen = replace(component, variants=(variant,))
+            for helper, crossing in crossings(use, chosen).items() if rounds else ():
+                cpu_seconds[n] += use.calls_in(part) * sum(problem.crossing_seconds(helper, crossing))
+            if rounds:
+                numbers = range(1, len(problem.helpers) + 1)
+                helper_bytes[n] = tuple(bytes_on_helper(activation, [(use, chosen)], number) for number in numbers)
         yield Interval(
             phase=number,
             part=part,
@@ -577,7 +596,8 @@ def _intervals(
             glue_bytes=min(activation, phase.glue_bytes),
             calls=calls,
             seconds=tuple(
-                use.seconds[k] if use and not group.helper else 0.0 for group, (use, k) in zip(groups, pairs, strict=True)
+                _seconds(problem, group, variant_choices, use, own) if use else 0.0
+                for group, (use, _) in zip(groups, pairs, strict=True)
             ),
             passes=tuple(use.passes_of(k) if use else 1 for use, k in pairs),
             used=frozenset(group.component for group, n in zip(groups, calls, strict=True) if n),
@@ -585,6 +605,17 @@ def _intervals(
             cpu_seconds=tuple(cpu_seconds),
             helper_bytes=tuple(helper_bytes),
         )
+
+
+def _seconds(problem: Problem, group: Group, variant_choices: Sequence[VariantChoice], use: Use, own: Mapping[str, Use]) -> float:
+    """Seconds of one block of ``group`` in one call; 0 where they count in `Interval.cpu_seconds`. ``use``: with the seconds of the
+    variant; ``own``: without."""
+    if group.mirror < 0:
+        return 0.0 if group.helper else use.seconds[group.index]
+    component, here = problem.components[group.component], variant_choices[group.variant_choice].variant
+    there, k = twin(component, here, group.helper), group.index
+    extra = there.block_seconds[k] if there is not None and there.block_seconds else 0.0
+    return max(0.0, here.slowdown * own[component.name].seconds[k] * slowdown_of(component, group.helper) + extra)
 
 
 def spill_gaps_of(problem: Problem, loads: Mapping[int, int], run_length: int, count: int) -> tuple[SpillGap, ...]:

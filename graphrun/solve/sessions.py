@@ -17,7 +17,7 @@ import numpy as np
 from graphrun.model.choices import BUFFERED_BLOCKS
 from graphrun.model.problem import Problem
 from graphrun.solve.milp import Formulation
-from graphrun.solve.program import Choice, Program
+from graphrun.solve.program import Choice, Program, program_of
 from graphrun.solve.search import GOALS, Answer, Goal, choose
 
 MANY_RUNS = 100  # the first run is a hundredth of the session, or a tie-break
@@ -45,7 +45,7 @@ def _in_turn(programs: Sequence[Program], factors: Sequence[float], goals: Seque
     further = choose([Formulation(of.alone("further"), factors[length:], depth=depth) for of in programs], goals)
     if further is None:
         return None
-    program = programs[further.number].with_variants([of.index for of in further.program.variant_choices])
+    program = program_of(further.program.problem, [(of.index,) for of in further.program.variant_choices])
     leaves = further.choice.present[0].tolist()
     first = choose([Formulation(program.alone("first"), factors[:length], depth=depth, leaves=leaves)], goals)
     if first is None:

@@ -56,7 +56,8 @@ def _beside(solution: Solution, others: Keys) -> Keys:
     moved = {key for action in actions for key in _named(components[action.component], action.blocks)}
     found: Keys = set()
     for key in sorted(others - moved):
-        nbytes, device = _held_bytes(components[key[0]], key), components[key[0]].variants[0].helper
+        of = components[key[0]]
+        nbytes, device = _held_bytes(of, key), of.variants[0].helper or of.groups[key[1]].helper
         if not problem.demanded(key[0]) & {"exclude", "drop"} and nbytes <= room_bytes[device]:
             found.add(key)
             room_bytes[device] -= nbytes

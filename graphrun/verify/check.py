@@ -5,6 +5,7 @@ Rules, by the name that a `Violation` carries. Choices of the plan:
 digest           the plan was made for this problem
 problem          the problem's numbers fit each other (`coherence`)
 variant, option  each choice exists, is permitted, and is made once; every component with several variants has one
+split            a component is split over one helper, in a variant that computes on the device, at blocks in a row
 pin              the backing store is pinned if a directive demands it
 order            the order of stages is one that `Problem.precedence` allows; actions are in the order of `KINDS`, with one run in
                  first and steady slots and none in others
@@ -58,9 +59,11 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 
+from graphrun.errors import PlanError
 from graphrun.model.choices import apply_choices
 from graphrun.model.plan import Blocks, Drop, Evict, Load, Plan, Read, Restore, Run, Slot, Spill, Stream, Violation
 from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Problem, Use, ValueNumbers, Variant
+from graphrun.model.splits import with_splits
 from graphrun.units import round_up
 from graphrun.verify.coherence import incoherent
 
@@ -78,6 +81,7 @@ def _broken_choices(problem: Problem, plan: Plan) -> Iterator[Violation]:
     for stage, name in plan.options:
         yield from _option(problem, stage, name)
     yield from _order(problem, plan.order)
+    yield from _splits(problem, plan)
     used = {use.component for phase in _chosen_phases(problem, plan) for use in phase.uses}
     stored = {c.name: _chosen_variant(c, named.get(c.name)) for c in problem.components if c.name in used}
     terms = {name: variant.stored_bytes for name, variant in stored.items() if variant and variant.stored_bytes}
@@ -132,6 +136,18 @@ def _order(problem: Problem, order: Sequence[str]) -> Iterator[Violation]:
         for earlier, later in problem.precedence:
             if list(order).index(earlier) > list(order).index(later):
                 yield _broken("order", f"{later} runs before {earlier}, which it depends on")
+
+
+def _splits(problem: Problem, plan: Plan) -> Iterator[Violation]:
+    try:
+        split = with_splits(problem, plan.splits)
+    except PlanError as error:
+        yield _broken("split", str(error))
+        return
+    named = dict(plan.variants)
+    for name, helper, _ in plan.splits:
+        if _chosen_variant(split.component(name), named.get(name)) is None:
+            yield _broken("split", f"{name} as {named.get(name)} is not one that may be split over device{helper}")
 
 
 def _twice(rule: str, names: Sequence[str]) -> Iterator[Violation]:
@@ -297,7 +313,7 @@ def _check(problem: Problem, plan: Plan) -> Iterator[Violation]:
         return
     choices = list(_broken_choices(problem, plan))
     yield from choices
-    if any(violation.rule in ("variant", "pin", "option", "order") for violation in choices):
+    if any(violation.rule in ("variant", "pin", "split", "option", "order") for violation in choices):
         return
     applied = apply_choices(problem, plan)
     wrong = [*_structure(applied, plan.slots, 0)] or [*_further_runs(applied, plan)] or [*_unknown_state(applied, plan)]
@@ -533,11 +549,12 @@ class _SlotRules:
         for component in self.problem.components:
             variant = component.variants[0]
             held = self.resident[component.name] | self.loaded[component.name]
-            nbytes = sum(round_up(variant.block_bytes[k], ALLOCATION_BYTES) for k, _ in held)
-            if variant.helper:
-                on_helpers[variant.helper - 1] += nbytes
-            else:
-                weights += nbytes
+            for k, _ in held:
+                nbytes, helper = round_up(variant.block_bytes[k], ALLOCATION_BYTES), variant.helper or component.groups[k].helper
+                if helper:
+                    on_helpers[helper - 1] += nbytes
+                else:
+                    weights += nbytes
         rings = sum(round_up(stream.ring_bytes, ALLOCATION_BYTES) for _, stream in self.streams.values())
         values = self.problem.value_bytes(number) - spilled_bytes + phase.live_in_bytes if phase else 0
         activation = _activation(phase, self.slot) if phase else 0

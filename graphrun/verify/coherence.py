@@ -95,6 +95,8 @@ def _component(component: ComponentNumbers, devices: Sequence[str]) -> Iterator[
     for group in groups:
         if not group.blocks:
             yield f"{name}: the block group {group.name} has no blocks"
+        if group.helper:
+            yield f"{name}: the block group {group.name} is on a helper, which only a plan may say"
     for variant in component.variants:
         yield from _variant(name, variant, len(groups), devices)
     if component.layers is not None:
@@ -152,6 +154,8 @@ def _use(phase: str, use: Use, component: ComponentNumbers) -> Iterator[str]:
         if length != len(counts) and (length or field in ("group_calls", "seconds")):
             yield f"{where}: {field} has {length} numbers for {len(counts)} block groups"
             return
+    if len(use.hops) not in (0, len(counts)) or any(len(hop) != 2 for hop in use.hops):
+        yield f"{where}: hops has {len(use.hops)} pairs of numbers for {len(counts)} block groups"
     if use.calls < 1 or any(calls > use.calls for calls in use.group_calls):
         yield f"{where}: {use.calls} calls, and of block groups {list(use.group_calls)}"
     ran = {(k, index) for k, index, _ in use.order}

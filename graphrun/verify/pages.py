@@ -18,6 +18,7 @@ from graphrun.model.allocator import Caching
 from graphrun.model.phase_trace import CALL, CallTrace, Item
 from graphrun.model.plan import Blocks, Evict, Load, Plan, Restore, Slot, Spill, Stream
 from graphrun.model.problem import Problem
+from graphrun.model.splits import crossings
 
 
 def reserved_bytes(problem: Problem, plan: Plan, helper: int = 0) -> tuple[int, ...]:
@@ -43,8 +44,12 @@ class _Replay:
     def __init__(self, problem: Problem, helper: int) -> None:
         self._hardware = problem.helpers[helper - 1].hardware if helper else problem.hardware
         self._problem, self._allocator, self._helper = problem, Caching(self._hardware.page_scale), helper
-        device = f"device{helper or ''}"
-        self._own = {component.name for component in problem.components if component.variants[0].device == device}
+        self._own = {  # component -> its groups on this device
+            of.name: {k for k, group in enumerate(of.groups) if (of.variants[0].helper or group.helper) == helper}
+            for of in problem.components
+            if of.variants[0].device != "cpu"
+        }
+        self._own = {name: groups for name, groups in self._own.items() if groups}
         self._phases = {phase.name: (number, phase) for number, phase in enumerate(problem.phases)}
         self._components = {component.name: component for component in problem.components}
         self._storages = {value.name: value.storages for value in problem.values}
@@ -67,9 +72,8 @@ class _Replay:
         if slot.phase != self._phase:
             self._begin_phase(slot.phase)
         for action in slot.actions:
-            if isinstance(action, Evict) and action.component in self._own:
-                for block in self._named(action.component, action.blocks):
-                    self._allocator.release(self._blocks.pop(block))
+            for block in self._named(action.component, action.blocks) if isinstance(action, Evict) else ():
+                self._allocator.release(self._blocks.pop(block))
         if slot.part == "load":
             self._trim()
         self._peak_bytes = 0
@@ -81,7 +85,7 @@ class _Replay:
         for action in slot.actions:
             if isinstance(action, Load):
                 self.load(action.component, action.blocks)
-        streams = (action for action in slot.actions if isinstance(action, Stream) and action.component in self._own)
+        streams = (action for action in slot.actions if isinstance(action, Stream) and not self._helper)
         rings = [self._allocate(action.ring_bytes) for action in streams]
         if slot.part in ("first", "steady"):
             trace = self._phases[slot.phase][1].trace
@@ -97,9 +101,7 @@ class _Replay:
         return self._peak_bytes
 
     def load(self, component: str, blocks: Blocks) -> None:
-        """Allocates ``blocks``, where the component is on this device."""
-        if component not in self._own:
-            return
+        """Allocates those of ``blocks`` that are for this device."""
         sizes = self._components[component].variants[0].block_bytes
         self._blocks |= {block: self._allocate(sizes[block[1]]) for block in self._named(component, blocks)}
 
@@ -117,7 +119,8 @@ class _Replay:
         stages before it are not run: one tensor of that size stands for all."""
         self._phase = name
         uses = self._phases[name][1].uses if name in self._phases else ()
-        self._arguments = {use.component: sum(use.crossing[:1]) for use in uses}
+        crossing = {use.component: crossings(use, self._components[use.component]) for use in uses}
+        self._arguments = {of: nbytes.get(self._helper, (0, 0))[0] for of, nbytes in crossing.items()}
         for key in (*self._kept.values(), *(() if self._filler is None else (self._filler,))):
             self._release(key)
         self._kept.clear()
@@ -201,4 +204,5 @@ class _Replay:
         groups = self._components[component].groups
         number_of = {group.name: k for k, group in enumerate(groups)}
         named = [(group.name, range(len(group.blocks))) for group in groups] if blocks is None else blocks
-        return ((component, number_of[name], i) for name, indices in named for i in indices)
+        own = self._own.get(component, set())
+        return ((component, number_of[name], i) for name, indices in named for i in indices if number_of[name] in own)

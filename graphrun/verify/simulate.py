@@ -52,6 +52,7 @@ from graphrun.model.plan import Blocks, Drop, Evict, Load, Plan, Read, Restore, 
 from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Problem, Use, Variant
 from graphrun.model.ring import Ring
 from graphrun.model.simulation import Moment, Simulation, SlotReport
+from graphrun.model.splits import crossings
 from graphrun.trace import Event
 from graphrun.units import round_up
 
@@ -200,8 +201,8 @@ class Timeline:
 
     ``works``: all compute in order. ``prefetch``: blocks loaded for later slots, in order. ``ring_bytes``: per streamed
     component. ``copies_from_seconds``: when copies may begin, after spills and restores. ``pageable``: components whose backing
-    stores are pageable. ``helpers``: number of the helper of each component that computes on one; ``crossings``: seconds in which
-    the arguments of a call get there, and its results back; and its calls.
+    stores are pageable. ``helpers``: number of the helper of each (component, block group) that computes on one; ``crossings``: by
+    component and helper, seconds in which what a call needs gets there, and its results back; and its calls.
     """
 
     def __init__(
@@ -214,8 +215,8 @@ class Timeline:
         disk: DiskChannel,
         copies_from_seconds: float,
         pageable: Collection[str] = (),
-        helpers: Mapping[str, int] = MappingProxyType({}),
-        crossings: Mapping[str, tuple[float, float, int]] = MappingProxyType({}),
+        helpers: Mapping[tuple[str, int], int] = MappingProxyType({}),
+        crossings: Mapping[tuple[str, int], tuple[float, float, int]] = MappingProxyType({}),
     ) -> None:
         self.copies: list[Span] = []
         self.calls: dict[tuple[str, int], Span] = {}
@@ -236,7 +237,7 @@ class Timeline:
         self._following = {name: _following(streamed, name, sizes) for name in ring_bytes}
         for (name, call), of in groupby(works, key=lambda work: (work.key[0], work.call)):
             self._call(name, call, list(of))
-        for name, (to_helper, back, calls) in crossings.items():  # of calls that run no block
+        for (name, _), (to_helper, back, calls) in crossings.items():  # of calls that run no block
             self._compute_free += (calls - sum(of == name for of, _ in self.calls)) * (to_helper + back)
         while self._prefetch:
             self._issue_prefetch()
@@ -246,18 +247,25 @@ class Timeline:
     def _call(self, name: str, call: int, works: Sequence[Work]) -> None:
         """Compute of one call of a component, with the copies that it waits for."""
         began: float | None = None
-        to_helper, back, _ = self._crossings.get(name, (0.0, 0.0, 0))
-        self._compute_free += to_helper
+        here = 0  # the helper that computes
         for work in works:
+            here = self._cross(name, here, self._helpers.get(work.key[:2], 0))
             if work.source != "resident":
                 self._compute_free = max(self._compute_free, self._available(work))
             began = self._compute_free if began is None else began
             self._compute_free += work.seconds
             if work.source == "stream":
                 self._compute_ends[name].append(self._compute_free)
-        self._compute_free += back
+        self._cross(name, here, 0)
         span = self.calls.get((name, call), Span("run", works[0].key, call, began or 0.0, 0.0))
         self.calls[name, call] = span._replace(end_seconds=self._compute_free)
+
+    def _cross(self, name: str, here: int, there: int) -> int:
+        """Compute goes on on ``there``, a helper or the device (0)."""
+        if here != there:
+            self._compute_free += self._crossings[name, here][1] if here else 0.0
+            self._compute_free += self._crossings[name, there][0] if there else 0.0
+        return there
 
     def _available(self, work: Work) -> float:
         """When the block of ``work`` is available to compute with."""
@@ -296,7 +304,7 @@ class Timeline:
         self._copy("load", key, max(at_seconds, self._disk.in_ram(key)))
 
     def _copy(self, kind: str, key: Key, ready: float) -> float:
-        helper = self._helpers.get(key[0], 0)
+        helper = self._helpers.get(key[:2], 0)
         start = max(self._copy_frees[helper], ready)
         end = self._copy_frees[helper] = start + self._sizes[key].seconds
         self._disk.copied(key, end)
@@ -380,7 +388,12 @@ class _State:
                 k = key[1]
                 self.sizes[key] = Size(variant.block_bytes[k], variant.load_seconds[k], read[k], held[k])
         self.pageable = {of.name for of in problem.components if of.variants[0].backing_store == "pageable"}
-        self.helpers = {of.name: of.variants[0].helper for of in problem.components if of.variants[0].helper}
+        self.helpers = {
+            (of.name, k): helper
+            for of in problem.components
+            for k, group in enumerate(of.groups)
+            if (helper := of.variants[0].helper or group.helper)
+        }
         self.resident = {key for name, blocks in finds for key in self._keys(name, blocks)}
         self.now = 0.0
         self.events: list[Event] = []
@@ -528,7 +541,7 @@ class _State:
 
     def _device_bytes(self, keys: Iterable[Key], helper: int = 0) -> int:
         """Bytes of those of ``keys`` that are for the device, or for a helper."""
-        own = (key for key in keys if self.helpers.get(key[0], 0) == helper)
+        own = (key for key in keys if self.helpers.get(key[:2], 0) == helper)
         return sum(round_up(self.sizes[key].nbytes, ALLOCATION_BYTES) for key in own)
 
     def _helper_peaks(self, slot: Slot, keys: Collection[Key]) -> tuple[int, ...]:
@@ -538,12 +551,13 @@ class _State:
             working = [of[slot.part == "steady"] for of in self.phases[slot.phase][1].helper_bytes]
         return tuple(self._device_bytes(keys, number) + more for number, more in enumerate(working, 1))
 
-    def _crossings(self, slot: Slot) -> dict[str, tuple[float, float, int]]:
-        """For each component that the slot calls on a helper: seconds in which arguments and results of a call cross, and calls."""
+    def _crossings(self, slot: Slot) -> dict[tuple[str, int], tuple[float, float, int]]:
+        """For each component and helper on which the slot calls it, or blocks of it: seconds in which arguments and results of a
+        call cross, and calls."""
         uses = self.phases[slot.phase][1].uses if slot.part in ("first", "steady") else ()
-        pairs = [(use, self.helpers[use.component]) for use in uses if use.component in self.helpers]
-        crossing_seconds = self.problem.crossing_seconds
-        return {use.component: (*crossing_seconds(n, use.crossing), use.calls_in(slot.part)) for use, n in pairs}
+        every = [(use, n, nbytes) for use in uses for n, nbytes in crossings(use, self._component(use.component)).items()]
+        seconds = self.problem.crossing_seconds
+        return {(use.component, n): (*seconds(n, nbytes), use.calls_in(slot.part)) for use, n, nbytes in every}
 
     def _path(self, key: Key) -> str:
         return self.components[key[0]].groups[key[1]].blocks[key[2]]

@@ -47,6 +47,22 @@ def test_what_one_device_cannot_hold_stays_on_two(name: str) -> None:
     assert [each.allocated_bytes for each in device.every] == [0, 0]
 
 
+@pytest.mark.sweep("helpers")
+def test_the_largest_component_is_split() -> None:
+    case, device = CASES["FluxPipeline"], two_devices()
+    plain, pipe = case.build(), case.build()
+    with graphrun.attach(pipe, vram=[1_130_000, 1_300_000], device=device) as attached:
+        for _ in range(2):
+            assert equal(case.call(pipe), case.call(plain))
+            assert attached.solution is not None
+            assert attached.trace is not None
+            assert [name for name, _, _ in attached.solution.plan.splits] == ["text_encoder_2"]
+        assert broken_caps(attached.solution, attached.trace) == []
+        assert attached.held_bytes == sum(each.allocated_bytes for each in device.every)
+        attached.release()
+        assert [each.allocated_bytes for each in device.every] == [0, 0]
+
+
 def test_each_device_has_a_budget() -> None:
     pipe = CASES["StableDiffusionPipeline"].build()
     with pytest.raises(InputError, match="vram has budgets of 1 devices, and device is 2"):

@@ -64,6 +64,32 @@ def test_a_session_keeps_what_no_single_device_holds(name: str, helpers: int) ->
     assert [each.allocated_bytes for each in device.every] == [0] * (helpers + 1)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", sampled(PIPELINES, PIPELINES[:1], "helpers"))
+def test_a_transformer_that_no_device_holds_is_split_and_not_streamed(name: str) -> None:
+    graph = graphrun.load(GRAPHS / f"{name}.yaml")
+    modules = {of: build(component, graph) for of, component in graph.components.items()}
+    image = pixels(plain_image(graph, modules, graph.resolve(SMALL)))
+    whole = graphrun.estimate(graph, vram="1G", ram="8G", hardware="sim", inputs=SMALL)
+    nbytes = whole.component("transformer").weight_bytes()
+    vram = [int(0.75 * nbytes), int(0.6 * nbytes)]
+    with Session(graph, runs=100, inputs=SMALL, modules=modules, vram=vram, ram="8G", hardware="sim") as session:
+        solution = session.solution
+        ((split, helper, _),) = solution.plan.splits
+        assert (split, helper) == ("transformer", 1)
+        session.run()
+        trace, reports = session.run(), solution.simulation.again
+        assert np.array_equal(pixels(trace.outputs["image" if "image" in trace.outputs else "video"]), image)
+        for planned, measured in trace.beside(reports):
+            assert measured.peak_bytes <= planned.peak_bytes <= solution.problem.effective_bytes
+            assert measured.helper_peaks[0] <= planned.helper_peaks[0] <= solution.problem.helpers[0].effective_bytes
+        assert trace.moved_bytes == sum(slot.loaded_bytes + slot.streamed_bytes for slot in reports)
+        denoise = next(slot for slot in reports if slot.phase == "denoise/0:transformer" and slot.part == "steady")
+        assert denoise.streamed_bytes == 0
+        device = session.device
+    assert [each.allocated_bytes for each in device.every] == [0, 0]
+
+
 @pytest.fixture(scope="module")
 def flux() -> tuple[Graph, Problem]:
     graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
@@ -94,6 +120,31 @@ def test_memory_that_vanishes_on_a_helper_has_the_remaining_stages_planned_again
     assert np.array_equal(pixels(trace.outputs["image"]), expected)
     assert len(told) == 1
     assert "sim:1 has a capacity of 1.00 KiB" in told[0]
+    assert [each.allocated_bytes for each in device.every] == [0, 0]
+
+
+@pytest.mark.sweep("helpers")
+def test_a_split_component_is_planned_again_with_less_on_the_helper(flux: tuple[Graph, Problem]) -> None:
+    graph, _ = flux
+    nbytes = graphrun.estimate(graph, vram="1G", ram="8G", hardware="sim", inputs=SMALL).component("transformer").weight_bytes()
+    vram = [f"{nbytes // 2}B", f"{nbytes}B"]
+    problem = graphrun.estimate(graph, vram=vram, ram="8G", hardware="sim", inputs=SMALL)
+    modules = {of: build(component, graph) for of, component in graph.components.items()}
+    solution = graphrun.plan(problem)
+    ((name, _, blocks),) = solution.plan.splits
+    device, told = open_device(problem), list[str]()
+    expected = pixels(plain_image(graph, modules, graph.resolve(SMALL)))
+
+    def lose(*_: object) -> None:
+        device.helpers[0].machine.capacity_bytes = nbytes // 4
+
+    assert blocks
+    group = next(of for of in problem.component(name).groups if of.name == blocks[0][0])
+    hook = modules[name].get_submodule(group.blocks[blocks[0][1][0]]).register_forward_pre_hook(lose)
+    trace = execute(solution, graph, graph.resolve(SMALL), device, modules, tell=told.append)
+    hook.remove()
+    assert np.array_equal(pixels(trace.outputs["image"]), expected)
+    assert "sim:1 has a capacity of" in told[0]
     assert [each.allocated_bytes for each in device.every] == [0, 0]
 
 

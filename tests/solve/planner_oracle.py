@@ -87,10 +87,20 @@ class Choice:
         total = use.group_calls[k]
         return {"load": 0, "first": min(total, 1), "steady": max(total - 1, 0)}[part], seconds
 
-    def crossing_seconds(self, n: int, use: Use, part: str) -> float:
+    def helper(self, name: str, k: int) -> int:
+        """The helper that a block group lies on, of the component or of the blocks that were cut off it; 0: none."""
+        return int(self.variants[name].device.removeprefix("device") or self.groups[name][k].helper)
+
+    def crossing(self, n: int, use: Use) -> tuple[int, int] | None:
+        """Bytes that cross to helper ``n`` and back in a call; None: nothing computes there."""
+        if self.variants[use.component].device == f"device{n}":
+            return use.crossing[0], use.crossing[1]
+        hops = [use.hops[k] for k, of in enumerate(self.groups[use.component]) if of.helper == n]
+        return (max(to for to, _ in hops), max(back for _, back in hops)) if hops else None
+
+    def crossing_seconds(self, n: int, use: Use, part: str, to: int, back: int) -> float:
         """Of all calls in the slot: through the host, at the rate of the slower card."""
         one, other = self.problem.hardware, self.problem.helpers[n - 1].hardware
-        to, back = use.crossing
         calls = 1 if part == "first" else use.calls - 1
         return calls * (
             to / min(one.d2h_bytes_per_second, other.h2d_bytes_per_second)
@@ -149,11 +159,12 @@ class Choice:
                 serial = n * nb * seconds * (there < nb) if may and up(rings[name][1]) < up(nbytes) else 0.0
                 own += np.maximum(n * nb * seconds, np.maximum(copies * variant.load_seconds[k] + serial, read))
             disk, moved = disk + read, moved + copies * nbytes
-            if variant.device == "device":
+            away_on = self.helper(name, k)
+            if not away_on:
                 transfer = transfer + copies * variant.load_seconds[k]
                 held += up(nbytes) * there
             else:
-                seconds_there, bytes_there = away[int(variant.device[6:])]
+                seconds_there, bytes_there = away[away_on]
                 seconds_there += copies * variant.load_seconds[k]
                 bytes_there += up(nbytes) * there
             copying[name] |= copies > 0
@@ -168,11 +179,11 @@ class Choice:
         variants = [self.variants[use.component] for use in phase.uses]
         activation = {"load": 0, "first": phase.first_bytes, "steady": phase.steady_bytes}[part]
         for n, (_, bytes_there) in away.items():
-            there = [use for use in phase.uses if self.variants[use.component].device == f"device{n}"]
+            there = [(use, crossing) for use in phase.uses if (crossing := self.crossing(n, use)) is not None]
             if there and part != "load":
-                arguments = (sum(use.crossing[:1]) + self.variants[use.component].scratch_bytes for use in there)
+                arguments = (crossing[0] + self.variants[use.component].scratch_bytes for use, crossing in there)
                 bytes_there += activation + max(arguments)
-                own += sum(self.crossing_seconds(n, use, part) for use in there)
+                own += sum(self.crossing_seconds(n, use, part, *crossing) for use, crossing in there)
         if variants and all(variant.device != "device" for variant in variants):
             activation = min(activation, phase.glue_bytes)
         elif part != "load":

@@ -49,6 +49,7 @@ def test_solver_agrees_with_brute_force(seeds: range) -> None:
         if answer is None or best is None:
             continue
         program, choice, chosen = answer.program, answer.choice, found[answer.number]
+        assert answer.bound == pytest.approx(best[0], rel=1e-5, abs=1e-4), seed
         assert program.seconds(choice) == pytest.approx(best[0], rel=1e-6, abs=1e-6), seed
         assert program.moved_bytes(choice) == best[1], seed
         plan = plan_of(program, choice, of, chosen.options, chosen.order)

@@ -1,0 +1,123 @@
+"""A component whose blocks lie on two devices: same bits, planned time and bytes, caps on both, nothing left after an error."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from campaign import sampled
+from small_component import ROWS, WIDTH, Small, hardware, plain, plan_of, problem, run, untouched, use
+
+from graphrun.errors import OutOfMemory, TransferFailed
+from graphrun.model.problem import Helper, Problem
+from graphrun.runtime.devices.open import open_device
+from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.runtime.host import Host
+from graphrun.verify.check import check
+from graphrun.verify.simulate import simulate
+
+ON, HELPER = hardware(), hardware(h2d=5e8, flops=5e10)
+CALLS = ["a", "a"]
+PASSED = ROWS * WIDTH * 4
+SPLIT = "    split a device1 wide[3] thin[0-2]\n"
+WHOLE = f"""{SPLIT}
+    slot s0/0:a load
+      load a all from pinned
+    slot s0/0:a first
+      run
+    slot s0/0:a steady x1
+      run
+    slot end
+      evict a all
+"""
+KEPT = "remainder[0] wide[0] wide@1[0] thin@1[0-2]"
+STREAMED = f"""{SPLIT}
+    slot s0/0:a load
+      load a {KEPT} from pinned
+    slot s0/0:a first
+      stream a keep {KEPT} ring 400 KiB
+      run
+    slot s0/0:a steady x1
+      stream a keep {KEPT} ring 400 KiB
+      run
+    slot end
+      evict a {KEPT}
+"""
+
+
+def case(helper_bytes: int = 1 << 30) -> Problem:
+    """``a`` may be split over a helper that computes and copies half as fast as the device."""
+    hop = (PASSED, PASSED)
+    of = problem({"a": Small()}, [[replace(use("a", 2, ON), crossing=hop, hops=((0, 0), hop, hop))]], ON)
+    (a,) = of.components
+    loads = tuple(2 * seconds for seconds in a.variants[0].load_seconds)
+    there = replace(a.variants[0], device="device1", streamable=False, slowdown=2.0, load_seconds=loads)
+    return replace(of, components=(replace(a, variants=(a.variants[0], there)),), helpers=(Helper(HELPER, helper_bytes),))
+
+
+def planned(of: Problem, text: str) -> tuple[object, SimulatedDevice]:
+    device = open_device(of, check_ordering=True)
+    assert isinstance(device, SimulatedDevice)
+    return plan_of(of, "    variant a float32 pinned device\n" + text), device
+
+
+@pytest.mark.parametrize("text", [WHOLE, STREAMED], ids=["resident", "streamed"])
+def test_blocks_on_the_helper_give_the_same_bits_in_the_planned_time(text: str) -> None:
+    of, own = case(), {"a": Small()}
+    plan, device = planned(of, text)
+    assert check(of, plan) == ()
+    (helper,) = device.helpers
+    seen: list[str] = []
+    blocks = [own["a"].get_submodule(path) for path in ("wide.2", "wide.3", "thin.2", "thin.3")]
+    hooks = [block.register_forward_pre_hook(lambda _, args: seen.append(str(args[0].device))) for block in blocks]
+    trace = run(of, plan, Host(own, of, device), device, CALLS)
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(trace.outputs["x"], plain({"a": Small()}, CALLS))
+    assert seen == ["sim:0", "sim:0", "sim:1", "sim:0"] * 2  # hooks of the caller run before the copy
+    simulated = simulate(of, plan)
+    assert trace.seconds == pytest.approx(simulated.seconds, rel=0.01)
+    assert trace.moved_bytes == simulated.moved_bytes
+    assert helper.machine.bytes_across == device.machine.bytes_across == 2 * PASSED
+    for slot, measured in zip(simulated.slots, trace.slots, strict=True):
+        assert measured.helper_peaks[0] <= slot.helper_peaks[0]
+        assert measured.peak_bytes <= slot.peak_bytes
+    assert simulated.slots[0].helper_peaks[0] > 0
+    assert device.allocated_bytes == helper.allocated_bytes == 0
+    assert all(map(untouched, own.values()))
+
+
+def test_the_cap_of_the_helper_holds() -> None:
+    of = case()
+    needed = simulate(of, planned(of, WHOLE)[0]).slots[1].helper_peaks[0]
+    enough, less = case(needed), case(needed - 1)
+    assert check(enough, planned(enough, WHOLE)[0]) == ()
+    assert {violation.rule for violation in check(less, planned(less, WHOLE)[0])} == {"helper"}
+    own = {"a": Small()}
+    plan, device = planned(enough, WHOLE)
+    own["a"].thin[1].register_forward_hook(lambda _, __, x: x + x.new_zeros(1 << 20).sum())  # takes more than was traced
+    with pytest.raises(OutOfMemory, match="sim:1 has a capacity of") as caught:
+        run(enough, plan, Host(own, enough, device), device, CALLS)
+    assert (caught.value.helper, caught.value.part) == (1, "first")
+    assert [each.allocated_bytes for each in device.every] == [0, 0]
+
+
+@pytest.mark.parametrize("step", sampled((1, 37), (37,), "faults"))
+@pytest.mark.parametrize("fault", ["fail_allocation", "fail_copy"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_after_an_error_at_any_allocation_or_copy_nothing_is_left(fault: str, number: int, step: int) -> None:
+    of, own = case(), {"a": Small()}
+    plan, device = planned(of, STREAMED)
+    host, machine = Host(own, of, device), device.every[number].machine
+    run(of, plan, host, device, CALLS)
+    count = machine.allocations if fault == "fail_allocation" else machine.copies_in + machine.copies_out + 4
+    assert count > 4
+    for at in range(1, count + 1, step):
+        setattr(machine, fault, at)
+        with pytest.raises((OutOfMemory, TransferFailed)) as caught:
+            run(of, plan, host, device, CALLS)
+        assert getattr(caught.value, "helper", number) == number
+        assert [each.allocated_bytes for each in device.every] == [0, 0]
+        assert all(map(untouched, own.values()))
+    assert torch.equal(run(of, plan, host, device, CALLS).outputs["x"], plain({"a": Small()}, CALLS))

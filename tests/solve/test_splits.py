@@ -1,0 +1,188 @@
+"""One component over two devices: the solver against brute force over every interval, and what `check` refuses."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from campaign import sampled
+from planner_oracle import Oracle
+from planner_problems import component, hardware, problem
+from planner_random import with_helpers
+
+from graphrun.errors import PlanError
+from graphrun.model.choices import apply_choices
+from graphrun.model.plan import parse
+from graphrun.model.problem import BlockGroup, ComponentNumbers, Helper, PhaseNumbers, Problem, Use
+from graphrun.solve.actions import plan_of
+from graphrun.solve.milp import Formulation
+from graphrun.solve.orders import stage_choices
+from graphrun.solve.search import choose
+from graphrun.solve.solve import solve
+from graphrun.verify.check import check
+from graphrun.verify.simulate import simulate
+
+SEEDS = 500
+BLOCKS = [range(start, start + 10) for start in range(0, SEEDS, 10)]
+
+
+def splittable(seed: int) -> tuple[Problem, ComponentNumbers]:
+    """A random problem with helpers, and its largest component, which may be split over the first one: that has room for about half
+    of it."""
+    of, rng = with_helpers(seed), random.Random(seed)
+    largest = max(of.components, key=lambda each: each.weight_bytes())
+    plain = next((each for each in largest.variants if each.device == "device"), None)
+    if plain is not None:
+        loads = tuple(float(rng.randint(0, 2)) for _ in largest.groups)
+        there = replace(plain, device="device1", load_seconds=loads, streamable=False, slowdown=float(rng.choice((1, 1, 2))))
+        slow = float(rng.choice((1, 4, 8)))
+        others = [
+            replace(each, load_seconds=tuple(slow * seconds + slow // 4 for seconds in each.load_seconds))
+            for each in largest.variants
+            if each.name != there.name
+        ]
+        largest = replace(largest, variants=(*others, there))
+        most = max(max(phase.first_bytes, phase.steady_bytes) for phase in of.phases)
+        room = largest.weight_bytes() * rng.choice((2, 3, 4)) // 4 + most + rng.choice((0, 512, 1500))
+        helpers = (replace(of.helpers[0], budget_bytes=room), *of.helpers[1:])
+        components = tuple(largest if each.name == largest.name else each for each in of.components)
+        of = replace(of, components=components, helpers=helpers)
+    hops = tuple((256 * rng.randint(0, 3), 256 * rng.randint(0, 3)) for _ in largest.groups)
+
+    def hopping(phase: PhaseNumbers) -> PhaseNumbers:
+        return replace(phase, uses=tuple(replace(u, hops=hops) if u.component == largest.name else u for u in phase.uses))
+
+    options = tuple(replace(option, phases=tuple(map(hopping, option.phases))) for option in of.options)
+    directives = tuple(each for each in of.directives if each.component != largest.name)
+    of = replace(of, phases=tuple(map(hopping, of.phases)), options=options, directives=directives)
+    return of, of.component(largest.name)
+
+
+def every_cut(of: Problem, whole: ComponentNumbers) -> Iterator[Problem]:
+    """``of`` itself, and with every interval of the blocks of ``whole`` on every helper that it may compute on."""
+    yield of
+    counts = [len(group.blocks) for group in whole.groups]
+    for helper, moved in product(range(1, len(of.helpers) + 1), product(*(range(count + 1) for count in counts))):
+        touched = [k for k, n in enumerate(moved) if n]
+        if touched and all(moved[k] == counts[k] for k in range(touched[0] + 1, touched[-1])):
+            cut = _cut(of, whole, helper, moved)
+            if cut.component(whole.name).variants:
+                yield cut
+
+
+def _cut(of: Problem, whole: ComponentNumbers, helper: int, moved: tuple[int, ...]) -> Problem:
+    stay = [(k, len(g.blocks) - moved[k], 0) for k, g in enumerate(whole.groups) if len(g.blocks) > moved[k]]
+    cells = [*stay, *((k, n, helper) for k, n in enumerate(moved) if n)]
+    groups, variants, slowdown = [], [], 1.0
+    for number, (k, n, at) in enumerate(cells):
+        paths = tuple(f"{number}.{i}" for i in range(n))
+        groups.append(BlockGroup(f"g{number}", paths, whole.groups[k].streamable and not at, at))
+    for here in whole.variants:
+        named = f"{here.precision} {here.backing_store} device{helper}"
+        there = next((each for each in whole.variants if each.name == named), None)
+        if here.device == "device" and here.backing_store != "disk" and there is not None:
+            slowdown = slowdown if variants else there.slowdown / here.slowdown
+            numbers = {}
+            for field in ("block_bytes", "load_seconds", "read_seconds", "disk_seconds", "block_seconds", "read_bytes"):
+                values = getattr(here, field)
+                numbers[field] = tuple((getattr(there, field) if at else values)[k] for k, _, at in cells) if values else ()
+            variants.append(replace(here, **numbers))
+    made = replace(whole, groups=tuple(groups), variants=tuple(variants), layers=None)
+
+    def used(use: Use) -> Use:
+        if use.component != whole.name:
+            return use
+        return replace(
+            use,
+            group_calls=tuple(use.group_calls[k] for k, _, _ in cells),
+            seconds=tuple(use.seconds[k] * (slowdown if at else 1.0) for k, _, at in cells),
+            hops=tuple(use.hops[k] for k, _, _ in cells),
+            order=(),
+        )
+
+    def phases(every: tuple[PhaseNumbers, ...]) -> tuple[PhaseNumbers, ...]:
+        return tuple(replace(phase, uses=tuple(map(used, phase.uses))) for phase in every)
+
+    return replace(
+        of,
+        components=tuple(made if each.name == whole.name else each for each in of.components),
+        phases=phases(of.phases),
+        options=tuple(replace(option, phases=phases(option.phases)) for option in of.options),
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seeds", sampled(BLOCKS, BLOCKS[1:2], "random"), ids=str)
+def test_solver_agrees_with_brute_force(seeds: range) -> None:
+    split = 0
+    for seed in seeds:
+        of, whole = splittable(seed)
+        answers = [Oracle(cut).best(of.effective_bytes) for cut in every_cut(of, whole)]
+        best = min((answer for answer in answers if answer is not None), default=None)
+        found, _ = stage_choices(of, dominated=True)
+        answer = choose([Formulation(reordered.program) for reordered in found])
+        assert (answer is None) == (best is None), f"{seed}: feasible is {best is not None}"
+        if answer is None or best is None:
+            continue
+        program, choice, chosen = answer.program, answer.choice, found[answer.number]
+        assert answer.bound == pytest.approx(best[0], rel=1e-5, abs=1e-4), seed
+        assert program.seconds(choice) == pytest.approx(best[0], rel=1e-6, abs=1e-6), seed
+        assert program.moved_bytes(choice) == best[1], seed
+        plan = plan_of(program, choice, of, chosen.options, chosen.order)
+        assert check(of, plan) == (), seed
+        assert parse(str(plan)) == plan, seed
+        run = simulate(of, plan)
+        assert run.total_moved_bytes == best[1], seed
+        assert run.peak_bytes <= of.effective_bytes, seed
+        for number, helper in enumerate(of.helpers):
+            assert max(slot.helper_peaks[number] for slot in (*run.slots, *run.again)) <= helper.effective_bytes, seed
+        split += bool(plan.splits)
+    assert split or seeds != BLOCKS[1], "no problem of these splits a component"
+
+
+def transformer(budget_bytes: int = 7168, helper_bytes: int = 8000) -> Problem:
+    """9 calls of 4 + 4 + 3 blocks, of which neither device holds all."""
+    of = component("dit", ("rest", 1, 512, False), ("k", 4, 1024), ("l", 4, 512), ("m", 3, 2048), seconds_per_byte=1 / 64)
+    of = replace(of, groups=(replace(of.groups[0], blocks=("",)), *of.groups[1:]))
+    there = replace(of.variants[0], device="device1", streamable=False, slowdown=1.25)
+    hops = ((0, 0), (512, 512), (512, 512), (1024, 512))
+    use = Use("dit", 9, (9,) * 4, (0.25, 1.0, 0.5, 2.0), crossing=(512, 512), hops=hops)
+    phases = (PhaseNumbers("s", 0, (use,), 0, 512, 512),)
+    of = replace(of, variants=(of.variants[0], there))
+    return replace(problem(budget_bytes, (of,), phases, on=hardware()), helpers=(Helper(hardware(), helper_bytes),), runs=10)
+
+
+def test_what_one_device_cannot_hold_is_split_and_nothing_is_streamed() -> None:
+    of = transformer()
+    solution = solve(of)
+    ((name, helper, blocks),) = solution.plan.splits
+    assert (name, helper) == ("dit", 1)
+    assert blocks
+    assert solution.simulation.again_moved_bytes == 0
+    alone = solve(replace(of, helpers=(replace(of.helpers[0], budget_bytes=0),)))
+    assert not alone.plan.splits
+    assert solution.simulation.total_seconds < alone.simulation.total_seconds
+
+
+def test_the_interval_of_a_plan_is_checked() -> None:
+    of = transformer()
+    plan = solve(of).plan
+    ((name, helper, blocks),) = plan.splits
+    odd = (
+        (("dit", 2, blocks), "cannot be split over device2"),
+        (("vae", 1, blocks), "cannot be split"),
+        (("dit", 1, (("k", (0, 2)),)), "not in a row"),
+        (("dit", 1, (("k", (3,)), ("m", (0,)))), "not in a row"),
+        (("dit", 1, (("rest", (0,)),)), "not in a row"),
+        (("dit", 1, ()), "not in a row"),
+    )
+    for split, message in odd:
+        wrong = replace(plan, splits=(split,))
+        assert [violation.rule for violation in check(of, wrong)] == ["split"]
+        with pytest.raises(PlanError, match=message):
+            apply_choices(of, wrong)
+    less = replace(of, helpers=(replace(of.helpers[0], budget_bytes=2048),))
+    assert "helper" in {violation.rule for violation in check(less, replace(plan, problem=less.digest))}
