@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -104,6 +106,26 @@ def test_a_cache_that_cannot_be_written_is_reported_and_fails_nothing(graphrun: 
     code, _, err = graphrun(*RUN, "--prompt", "x")
     assert code == 0
     assert err.count("outputs cannot be cached there") >= 1
+
+
+BROKEN = """
+import sys
+from graphrun.cli import main
+try:
+    main.main()
+finally:
+    print("torch" in sys.modules)
+"""
+
+
+def test_a_list_without_a_sound_line_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "\\ud800"}\n{"prompt": "a cat", "steps": 0}\n')
+    command = [sys.executable, "-c", BROKEN, *RUN, "--inputs", str(tmp_path / "p.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
+    assert "p.jsonl:1: is not JSON: character 1 is half of a surrogate pair" in done.stderr
+    assert "p.jsonl:2: input 'steps': 0 is less than the minimum, 1" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["p.jsonl"]
 
 
 def test_the_first_interrupt_waits_for_the_next_call_the_second_does_not() -> None:

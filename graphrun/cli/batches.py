@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from graphrun import api
-from graphrun.batch.queue import Batch
-from graphrun.batch.requests import Request, read_requests, resolved
+from graphrun.batch.requests import Request, read_requests, refuse_broken, resolved
 from graphrun.batch.watch import Watcher
 from graphrun.cli.common import budgeted, hardware_for, load, say, show
 from graphrun.cli.downloads import asked_for, downloaded
@@ -22,6 +21,9 @@ from graphrun.graph.graph import Graph
 from graphrun.report.outputs import Files, named, refuse_there
 from graphrun.report.progress import BatchProgress
 from graphrun.units import show_seconds, show_size
+
+if TYPE_CHECKING:
+    from graphrun.batch.queue import Batch
 
 
 def run_batch(
@@ -42,6 +44,10 @@ def run_batch(
     Exits with 2 where requests were left out.
     """
     graph = load(source, asked)
+    requests = read_requests(inputs) if inputs is not None else [Request(1, {}, where="the inputs")]
+    found = resolved(requests, graph, asked.inputs)
+    if all(request.error for request in found):
+        refuse_broken(found)  # before torch is imported
     hardware = hardware_for(asked.hardware, asked.device, True, cache)
     asked = budgeted(asked, hardware)
     target = files_for(graph, output, asked.inputs, overwrite=True)
@@ -49,10 +55,9 @@ def run_batch(
     state = first.parent / f".{first.stem}.resume" if resume else None
     if state is None or not state.exists():
         files_for(graph, output, asked.inputs, overwrite=overwrite)
-    requests = read_requests(inputs) if inputs is not None else [Request(1, {}, where="the inputs")]
     requests = [_with_rate(request, graph, target, asked.inputs) for request in requests]
     if inputs is not None:
-        places = _places(target, requests, graph, asked.inputs)
+        places = _places(target, found, graph)
         for of in places.values() if not overwrite and (state is None or not state.exists()) else ():
             refuse_there(of, graph.kinds())
     told, files = None if as_json else say, dict[int, list[str]]()
@@ -91,10 +96,10 @@ def run_batch(
         raise typer.Exit(2)
 
 
-def _places(target: Files, requests: Sequence[Request], graph: Graph, common: Mapping[str, Any]) -> dict[int, Files]:
-    """The output files of each request that can be run. Raises InputError where two have the same."""
+def _places(target: Files, requests: Sequence[Request], graph: Graph) -> dict[int, Files]:
+    """The output files of each of the resolved ``requests`` that can be run. Raises InputError where two have the same."""
     made, seen = dict[int, Files](), dict[Path, int]()
-    for request in resolved(requests, graph, common):
+    for request in requests:
         if not request.error:
             made[request.number] = named(target, request.number, request.inputs, graph.kinds())
             for path in made[request.number].values():
