@@ -57,7 +57,7 @@ def run_batch(
         files_for(graph, output, asked.inputs, overwrite=overwrite)
     requests = [_with_rate(request, graph, target, asked.inputs) for request in requests]
     if inputs is not None:
-        places = _places(target, requests, graph, asked.inputs)
+        places = _places(target, found, graph)
         for of in places.values() if not overwrite and (state is None or not state.exists()) else ():
             refuse_there(of, graph.kinds())
     told, files = None if as_json else say, dict[int, list[str]]()
@@ -96,10 +96,10 @@ def run_batch(
         raise typer.Exit(2)
 
 
-def _places(target: Files, requests: Sequence[Request], graph: Graph, common: Mapping[str, Any]) -> dict[int, Files]:
-    """The output files of each request that can be run. Raises InputError where two have the same."""
+def _places(target: Files, requests: Sequence[Request], graph: Graph) -> dict[int, Files]:
+    """The output files of each of the resolved ``requests`` that can be run. Raises InputError where two have the same."""
     made, seen = dict[int, Files](), dict[Path, int]()
-    for request in resolved(requests, graph, common):
+    for request in requests:
         if not request.error:
             made[request.number] = named(target, request.number, request.inputs, graph.kinds())
             for path in made[request.number].values():
