@@ -117,8 +117,10 @@ class Host:
 
     @functools.cached_property
     def held_attributes(self) -> tuple[HeldAttributes, ...]:
-        """The attributes of all modules, in which stages may leave tables on the device."""
-        return tuple(HeldAttributes(child) for module in self.modules.values() for child in module.modules())
+        """The attributes of all modules, in which stages may leave tables on the device. Without those of bitsandbytes' layers,
+        which are a part of their weights."""
+        children = (child for module in self.modules.values() for child in module.modules())
+        return tuple(HeldAttributes(of) for of in children if not any("bitsandbytes" in kind.__module__ for kind in type(of).mro()))
 
     def prepare(self, used: Collection[str] | None = None) -> None:
         """Reads the backing stores that are there before the run (no action of the plan reads them), and allocates bounce buffers.
