@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -52,7 +52,6 @@ def plan(
     """Plan a graph within a VRAM and a RAM budget, and show the plan. Needs no weights and no GPU."""
     from graphrun.report.screen import plan_screen
     from graphrun.report.summary import summarize
-    from graphrun.report.whatif_screens import advice_screen, repairs_json
 
     limits = Limits(fail_over, fail_peak)
     made = planned(named(graph, asked), asked, checked_reuse(reuse), advise=True)
@@ -60,10 +59,13 @@ def plan(
     if out is not None:
         planfile.save(out, made.source, made.solution, summary)
     shown = look(made, asked, verbose, out)
-    screen = plan_screen(made.solution, made.solve_seconds, shown)
-    if helps := advice_screen(made.solution, made.advice, shown):
-        screen += f"\n\n{helps}"
-    show({**summary, "advice": repairs_json(made.advice)}, as_json, screen)
+    screen, advice = plan_screen(made.solution, made.solve_seconds, shown), list[Any]()
+    if made.advice:
+        from graphrun.report.whatif_screens import advice_screen, repairs_json  # imports highspy
+
+        screen += f"\n\n{advice_screen(made.solution, made.advice, shown)}"
+        advice = repairs_json(made.advice)
+    show({**summary, "advice": advice}, as_json, screen)
     limits.hold(made.solution)
 
 

@@ -13,7 +13,7 @@ from graphrun.model.simulation import Simulation
 from graphrun.units import html_table, show_seconds, show_size
 
 OPTIMAL_GAP = 1e-3
-SLOW_SHARE, SLOW_SECONDS = 0.5, 10.0
+SLOW_SHARE, SLOW_SECONDS = 2 / 3, 10.0
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -64,7 +64,7 @@ class Solution:
 
     @property
     def slow(self) -> bool:
-        """Whether the device waits for at least half of a run's time, and for ten seconds."""
+        """Whether the device waits for at least two thirds of a run's time, and for ten seconds."""
         seconds = self.simulation.total_seconds / self.problem.runs
         return seconds - self.simulation.compute_seconds >= max(SLOW_SECONDS, SLOW_SHARE * seconds)
 

@@ -59,9 +59,7 @@ def infeasible_screen(error: Infeasible, look: Look | None = None) -> str:
 
 
 def advice_screen(solution: Solution, found: Sequence[Repair], look: Look) -> str:
-    """What would make a slow plan faster; empty where nothing does."""
-    if not found:
-        return ""
+    """What would make a slow plan faster."""
     title = "this mostly waits; what would help, seconds of a run, changes of the output last:"
     return "\n".join([title, *_helping(found, solution.problem.hardware.capacity_bytes, look, texts=True)])
 
