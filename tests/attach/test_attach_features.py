@@ -92,7 +92,7 @@ DENOISERS = ("FluxPipeline", "WanPipeline", "CogVideoXPipeline")
 FEATURES: dict[Switch, tuple[str, ...]] = {
     first_block_cache: DENOISERS,
     mag_cache: ("FluxPipeline", "WanPipeline"),
-    taylor_seer: DENOISERS,
+    taylor_seer: ("FluxPipeline",),  # by default it finds no layer of the others
     pyramid_attention_broadcast: DENOISERS,
     faster_cache: ("CogVideoXPipeline",),
     chunked: ("StableDiffusion3Pipeline",),
@@ -100,7 +100,7 @@ FEATURES: dict[Switch, tuple[str, ...]] = {
     tiled: ("FluxPipeline", "WanPipeline", "CogVideoXPipeline", "StableDiffusionXLPipeline"),
     sliced: ("FluxPipeline", "WanPipeline", "StableDiffusionXLPipeline"),
     freeu: ("StableDiffusionXLPipeline",),
-    heun: ("FluxPipeline", "StableDiffusion3Pipeline"),
+    heun: ("StableDiffusion3Pipeline",),  # FluxPipeline refuses it
     dpm: ("StableDiffusionXLPipeline",),
 }
 EACH = [(switch, name) for switch, names in FEATURES.items() for name in names]
