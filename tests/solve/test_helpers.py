@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from agreement import checked_optimum
 from campaign import sampled
 from planner_oracle import Oracle
 from planner_problems import component, hardware, problem
@@ -14,17 +15,14 @@ from planner_random import with_helpers
 
 from graphrun.diffusers_.device_map import plan_for
 from graphrun.errors import InputError
-from graphrun.model.plan import parse
 from graphrun.model.problem import Helper, PhaseNumbers, Problem, Use
 from graphrun.profile import hardware as devices
 from graphrun.profile.problems import Limits, problem_of
-from graphrun.solve.actions import plan_of
 from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import stage_choices
 from graphrun.solve.search import choose
 from graphrun.solve.solve import solve
 from graphrun.verify.check import check
-from graphrun.verify.simulate import simulate
 
 SEEDS = 500
 BLOCKS = [range(start, start + 10) for start in range(0, SEEDS, 10)]
@@ -48,19 +46,12 @@ def test_solver_agrees_with_brute_force(seeds: range) -> None:
         assert (answer is None) == (best is None), f"{seed}: feasible is {best is not None}"
         if answer is None or best is None:
             continue
-        program, choice, chosen = answer.program, answer.choice, found[answer.number]
-        assert answer.bound == pytest.approx(best[0], rel=1e-5, abs=1e-4), seed
-        assert program.seconds(choice) == pytest.approx(best[0], rel=1e-6, abs=1e-6), seed
-        assert program.moved_bytes(choice) == best[1], seed
-        plan = plan_of(program, choice, of, chosen.options, chosen.order)
-        assert check(of, plan) == (), seed
-        assert parse(str(plan)) == plan, seed
-        run = simulate(of, plan)
-        assert run.total_moved_bytes == best[1], seed
-        assert run.peak_bytes <= of.effective_bytes, seed
+        plan, run = checked_optimum(of, answer, found[answer.number], best, seed)
         for number, helper in enumerate(of.helpers):
             peaks = [slot.helper_peaks[number] for slot in (*run.slots, *run.again)]
-            assert max(peaks) == max(program.helper_bytes(choice, number + 1), default=0) <= helper.effective_bytes, seed
+            assert max(peaks) == max(answer.program.helper_bytes(answer.choice, number + 1), default=0) <= helper.effective_bytes, (
+                seed
+            )
         placed += bool(on_helpers(of, plan.variants))
     assert placed or seeds != BLOCKS[0], "no problem of these places a component on a helper"
 

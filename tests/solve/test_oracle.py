@@ -8,19 +8,17 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from agreement import checked_optimum
 from campaign import sampled
 from planner_oracle import Oracle
 from planner_random import random_problem
 
-from graphrun.model.plan import parse
-from graphrun.solve.actions import plan_of
 from graphrun.solve.infeasible import Infeasible
 from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import stage_choices
 from graphrun.solve.search import choose
 from graphrun.solve.solve import solve
 from graphrun.verify.check import check
-from graphrun.verify.simulate import simulate
 
 pytestmark = pytest.mark.long
 
@@ -40,17 +38,8 @@ def test_solver_agrees_with_brute_force(seeds: range) -> None:
         assert (answer is None) == (best is None), f"{seed}: feasible is {best is not None}"
         if answer is None or best is None:
             continue
-        program, choice, chosen = answer.program, answer.choice, found[answer.number]
         assert every, seed
-        assert program.seconds(choice) == pytest.approx(best[0], rel=1e-6, abs=1e-6), seed
-        assert answer.bound == pytest.approx(best[0], rel=1e-5, abs=1e-4), seed
-        assert program.moved_bytes(choice) == best[1], seed
-        plan = plan_of(program, choice, of, chosen.options, chosen.order)
-        assert check(of, plan) == (), seed
-        assert parse(str(plan)) == plan, seed
-        run = simulate(of, plan)
-        assert run.total_moved_bytes == best[1], seed
-        assert run.peak_bytes <= of.effective_bytes, seed
+        plan, run = checked_optimum(of, answer, found[answer.number], best, seed)
         assert run.host_peak_bytes <= of.ram_bytes, seed
         assert of.pinned_bytes is None or run.pinned_peak_bytes <= of.pinned_bytes, seed
         assert all(slot.seconds >= slot.compute_seconds - 1e-9 for slot in (*run.slots, *run.again)), seed
