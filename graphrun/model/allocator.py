@@ -127,6 +127,8 @@ class Pool:
     def _map(self, offset: int, nbytes: int) -> int:
         first, last = offset // self.page_bytes, (offset + nbytes - 1) // self.page_bytes
         self.mapped.extend(bytes(max(0, last + 1 - len(self.mapped))))
+        if self.mapped.find(0, first, last + 1) < 0:
+            return 0
         new = last + 1 - first - sum(self.mapped[first : last + 1])
         self.mapped[first : last + 1] = b"\1" * (last + 1 - first)
         return new * self.page_bytes

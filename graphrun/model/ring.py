@@ -8,6 +8,7 @@ Pure arithmetic, without time or device. Simulator and executor place the same b
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import deque
 from typing import NamedTuple
 
@@ -34,7 +35,8 @@ class Ring:
         self.capacity_bytes = capacity_bytes
         self._head = 0
         self._count = 0
-        self._live: deque[tuple[int, int, int]] = deque()  # number, start, end; oldest first
+        self._live: deque[tuple[int, int, int]] = deque()  # start, end, number; oldest first. No two overlap
+        self._by_start: list[tuple[int, int, int]] = []  # the same, sorted
 
     def place(self, nbytes: int, following_bytes: int = 0) -> RingSlot:
         """Place the next block of ``nbytes``: directly after the previous one, or at offset 0 if it does not fit there.
@@ -49,11 +51,17 @@ class Ring:
         if start < following_bytes and start + nbytes + following_bytes > self.capacity_bytes:
             start = self.capacity_bytes - nbytes
         end = start + nbytes
-        last = max((number for number, begin, stop in self._live if begin < end and start < stop), default=-1)
+        last, below = -1, bisect_left(self._by_start, (end, -1, -1))
+        while below and self._by_start[below - 1][1] > start:
+            below -= 1
+            last = max(last, self._by_start[below][2])
         released = []
-        while self._live and self._live[0][0] <= last:
-            released.append(self._live.popleft()[0])
-        self._live.append((self._count, start, end))
+        while self._live and self._live[0][2] <= last:
+            oldest = self._live.popleft()
+            del self._by_start[bisect_left(self._by_start, oldest)]
+            released.append(oldest[2])
+        self._live.append(placed := (start, end, self._count))
+        insort(self._by_start, placed)
         self._head = end
         self._count += 1
         return RingSlot(start, tuple(released))
