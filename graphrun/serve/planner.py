@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from graphrun import api
-from graphrun.errors import GraphrunError
+from graphrun.errors import GraphrunError, InputError
 from graphrun.model.problem import Problem
 from graphrun.serve.line import Cost
 from graphrun.serve.settings import Settings
@@ -54,6 +54,8 @@ def _planned(graph: Any, asked: dict[str, Any], settings: Settings) -> PlannedSh
     from graphrun.report.verdicts import fits, made_by
 
     problem = _estimate(graph, asked["inputs"], settings)
+    if problem.helpers and asked["share"] != WHOLE:
+        raise InputError("graphs have several devices in turn, not in shares")
     budgets = {} if asked["share"] == WHOLE else share_of(problem, asked["share"])
     if budgets:
         problem = _estimate(graph, asked["inputs"], settings, **budgets)

@@ -25,7 +25,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """``budgets``: arguments of `graphrun.estimate`, with ``ram`` in bytes. ``folder``: for journals, uploads and pictures.
+    """``budgets``: arguments of `graphrun.estimate`, with ``ram`` in bytes. ``hardware``: of each device, the first is main. ``folder``: for journals, uploads and pictures.
     ``limits``: those of `graphrun.limits` that the processes take over. ``keys``: hashes of API keys by name; empty: none is asked
     for. ``queue_seconds``: the longest predicted wait of a request that is admitted. ``drain_seconds``: of requests after SIGTERM.
     """
@@ -33,7 +33,7 @@ class Settings:
     graphs: tuple[Path, ...]
     trust: tuple[str, ...]
     budgets: Mapping[str, Any]
-    hardware: Hardware
+    hardware: tuple[Hardware, ...]
     cache: Path
     reuse: str
     folder: Path

@@ -59,9 +59,9 @@ class Worker:
         self._held_bytes: dict[Group, int] = {}  # by each session on the device, between its runs
         self._began = time.monotonic()
         self.cancelled: set[str | None] = set()
-        from graphrun.runtime.devices.open import open_hardware
+        from graphrun.runtime.devices.open import open_devices
 
-        self._device = open_hardware(settings.hardware)
+        self._device = open_devices(settings.hardware)
 
     @property
     def clock_seconds(self) -> float:
