@@ -9,7 +9,6 @@ from typing import TextIO
 
 from graphrun.reading import printable
 
-
 # Within a text. Lines of a traceback are indented; any other line would begin an entry of the log that nobody wrote.
 _FORGED = re.compile(r"\n(?=[^\s])")
 

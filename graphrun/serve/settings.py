@@ -25,9 +25,10 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """``budgets``: arguments of `graphrun.estimate`, with ``ram`` in bytes. ``hardware``: of each device, the first is main. ``folder``: for journals, uploads and pictures.
-    ``limits``: those of `graphrun.limits` that the processes take over. ``keys``: hashes of API keys by name; empty: none is asked
-    for. ``queue_seconds``: the longest predicted wait of a request that is admitted. ``drain_seconds``: of requests after SIGTERM.
+    """``budgets``: arguments of `graphrun.estimate`, with ``ram`` in bytes. ``hardware``: of each device, the first is main.
+    ``folder``: for journals, uploads and pictures. ``limits``: those of `graphrun.limits` that the processes take over. ``keys``:
+    hashes of API keys by name; empty: none is asked for. ``queue_seconds``: the longest predicted wait of a request that is
+    admitted. ``drain_seconds``: of requests after SIGTERM.
     """
 
     graphs: tuple[Path, ...]
