@@ -102,7 +102,8 @@ class Line:
 
     def _places(self, entry: Entry) -> Iterator[tuple[int, object, int]]:
         """Positions for ``entry``, the best first, with its batch there, and the number of the first entry that it would delay."""
-        end, alike = len(self.entries), [number for number, each in enumerate(self.entries) if each.shape == entry.shape]
+        end, own = len(self.entries), (entry.group, entry.shape)
+        alike = [number for number, each in enumerate(self.entries) if (each.group, each.shape) == own]
         if alike:
             last = self.entries[alike[-1]]
             batch = [number for number, each in enumerate(self.entries) if each.batch is last.batch]

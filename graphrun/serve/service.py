@@ -157,7 +157,7 @@ class Service:
 
     def _plan_together(self, entry: Entry) -> None:
         """Has the planner look whether runs as those of ``entry`` take less together, if it has nothing else to do."""
-        key: tuple[Shape, float] = (entry.item.asked.shape, entry.group[1])  # type: ignore[index]
+        key = _key(entry)
         alike = sum(each.runs for each in self.line.entries if each.shape == entry.shape)
         if self._planner is None or alike < 2 or not all(of.done() for of in self.shapes.values()) or self._looking is not None:
             return
@@ -183,7 +183,7 @@ class Service:
                 future = self.shapes[key] = asyncio.get_running_loop().create_future()
                 future.set_result(replace(planned, cost=cost, looked=True))
                 for entry in self.line.entries:
-                    if (entry.item.asked.shape, entry.group[1]) == key:
+                    if _key(entry) == key:
                         entry.cost = cost
             return
         self.metrics.plans.labels("planned" if kind == "planned" else "refused").inc()
@@ -303,6 +303,7 @@ class Service:
         entries = self.line.pop()
         together = go_together(entries, warm)
         for job in (entry.item for entry in entries):
+            job.together = len(entries)
             if job.begun_at is None:
                 job.begun_at, job.queued = self._clock, time.monotonic() - job.submitted - job.planned
         first = entries[0]
@@ -498,3 +499,11 @@ class Service:
             self._put_back(left, begun=not running.together)
         wait = min(30.0, 2.0 ** (self._deaths - 2)) if self._deaths > 1 else 0.0  # the longer the more often it died
         asyncio.get_running_loop().call_later(wait, self._start_worker)
+
+
+def _key(entry: Entry) -> tuple[Shape, float]:
+    """Of `Service.shapes`."""
+    job, group = entry.item, entry.group
+    assert isinstance(job, Job)
+    assert isinstance(group, tuple)
+    return job.asked.shape, group[1]

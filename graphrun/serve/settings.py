@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from graphrun.model.problem import Hardware
 
@@ -36,7 +36,7 @@ class Settings:
     budgets: Mapping[str, Any]
     hardware: tuple[Hardware, ...]
     cache: Path
-    reuse: str
+    reuse: Literal["encoded", "all", "none"]
     folder: Path
     limits: Mapping[str, int]
     version: str

@@ -58,11 +58,11 @@ class Measured:
         simulation, stage_of = solution.simulation, {phase.name: phase.stage for phase in solution.chosen.phases}
         planned = simulation.again if again and simulation.again else simulation.slots
         seconds: dict[str, list[float]] = {}
-        for slots, column in ((planned, 0), (trace.slots, 1)):
-            for slot in slots:
-                if (stage := stage_of.get(slot.phase)) is not None:
-                    took = slot.seconds if column == 0 else slot.end_seconds - slot.start_seconds
-                    seconds.setdefault(stage, [0.0, 0.0])[column] += took
+        took = [(slot.phase, 0, slot.seconds) for slot in planned]
+        took += [(slot.phase, 1, slot.end_seconds - slot.start_seconds) for slot in trace.slots]
+        for phase, column, each in took:
+            if (stage := stage_of.get(phase)) is not None:
+                seconds.setdefault(stage, [0.0, 0.0])[column] += each
         overhead_bytes = solution.problem.overhead_bytes - solution.problem.reserve_bytes
         peaks = overhead_bytes + others_bytes + simulation.peak_bytes, overhead_bytes + trace.peak_bytes
         self.stages |= {stage: (pair[0], pair[1]) for stage, pair in seconds.items()}

@@ -81,12 +81,13 @@ def figures_of(server: Any, found: list[dict[str, Any]], began: float) -> dict[s
         "processor_seconds": round(sum(sum(process.cpu_times()[:2]) for process in processes)),
         "queue, virtual seconds: off the prediction by a share of": quantiles(late(found)),
         "queue, virtual seconds: the longest": max(each["figures"]["queue_seconds"]["measured"] for each in found),
+        "requests that went together with others": sum(each["figures"]["together"] > 1 for each in found),
         "peak_bytes": {kind: max(each["figures"]["peak_bytes"][kind] for each in found) for kind in ("planned", "measured")},
     }
 
 
 @SERVE
-@pytest.mark.parametrize("requests", [150, 1000, 2000])  # the first: a sample, where there is no time for more
+@pytest.mark.parametrize("requests", [150, 2000])  # the first: a sample, where there is no time for more
 def test_clients_get_what_they_asked_for_when_it_was_predicted(
     serving: Any, tmp_path: Path, requests: int, record_property: Any
 ) -> None:
@@ -109,7 +110,7 @@ def test_clients_get_what_they_asked_for_when_it_was_predicted(
     assert errors[int(0.95 * len(errors))] <= 0.2
     for each in found:
         peaks = each["figures"]["peak_bytes"]
-        assert peaks["measured"] <= peaks["planned"] <= 6 * 2**20
+        assert peaks["measured"] <= peaks["planned"] <= 2 * 2**20
         assert peaks["measured"] % PAGE_BYTES == 0, "counted in pages"
     assert later <= 1.1 * early, "memory is flat"
 
@@ -230,7 +231,7 @@ def test_pictures_are_edited_and_two_graphs_share_the_budget(serving: Any, tmp_p
 
     import openai
 
-    with serving(tmp_path, names=("flux-tiny", "sdxl-img2img-tiny")) as server:
+    with serving(tmp_path, "--vram", "6M", names=("flux-tiny", "sdxl-img2img-tiny")) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="a key for tests", max_retries=0, timeout=900)
         file = io.BytesIO()
         Image.new("RGB", (64, 64), "red").save(file, "PNG")
