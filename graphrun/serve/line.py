@@ -107,7 +107,8 @@ class Line:
         if alike:
             last = self.entries[alike[-1]]
             batch = [number for number, each in enumerate(self.entries) if each.batch is last.batch]
-            if last.batch is not None and sum(self.entries[of].runs for of in batch) + entry.runs <= MOST_TOGETHER:
+            planned = entry.cost.segments and last.cost.segments  # else nobody knows whom it would delay
+            if planned and last.batch is not None and sum(self.entries[of].runs for of in batch) + entry.runs <= MOST_TOGETHER:
                 yield batch[-1] + 1, last.batch, batch[0]
         behind = alike[-1] + 1 if alike else 0 if self.warm.get(entry.group) == entry.shape else end
         for position in dict.fromkeys((behind, end)):

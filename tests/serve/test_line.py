@@ -111,6 +111,15 @@ def test_the_longer_the_queue_the_more_requests_go_together() -> None:
     assert len(line.pop()) > 4
 
 
+def test_requests_that_came_before_it_was_planned_keep_their_promises() -> None:
+    line = Line()
+    for _ in range(4):
+        line.add(entry("A", cost=APART), 0.0, 0.0)
+    for each in line.entries:
+        each.cost = TOGETHER
+    assert [len(line.pop()) for _ in range(4)] == [1] * 4
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_requests_that_go_together_end_within_a_tenth_of_the_promised_wait(seed: int) -> None:
     """As above: what is taken from the queue runs as its costs say."""
