@@ -250,6 +250,13 @@ def test_pictures_are_edited_and_two_graphs_share_the_budget(serving: Any, tmp_p
 
 
 @SERVE
+def test_a_graph_over_two_devices_is_served(serving: Any, tmp_path: Path) -> None:
+    with serving(tmp_path, "--vram", "3M,3M", "--device", "sim:0,sim:1") as server:
+        found = server.client.post("/v1/images/generations", json={"prompt": "a", "seed": 1}).json()
+        assert found["graphrun"]["peak_bytes"]["measured"] <= found["graphrun"]["peak_bytes"]["planned"] <= 3 * 2**20
+
+
+@SERVE
 def test_graphs_in_turn_get_shares_of_the_budget_and_find_their_weights(serving: Any, tmp_path: Path, record_property: Any) -> None:
     names = ("flux-tiny", "flux-schnell-tiny")
     with serving(tmp_path, "--vram", "12M", "--reuse", "none", names=names) as server:
