@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import openai
 import psutil
 import pytest
 from PIL import Image
@@ -139,8 +140,8 @@ def test_a_worker_that_is_killed_again_and_again_under_load_loses_nothing(
 
 @SERVE
 def test_sigterm_lets_what_was_admitted_end_and_then_cancels(serving: Any, tmp_path: Path) -> None:
-    with serving(tmp_path, "--drain", "2s", "--max-steps", "1000") as server:
-        url = f"/v1/jobs/{server.client.post('/v1/jobs', json={'prompt': 'a', 'steps': 300}).json()['id']}"
+    with serving(tmp_path, "--drain", "10s", "--max-steps", "3000") as server:
+        url = f"/v1/jobs/{server.client.post('/v1/jobs', json={'prompt': 'a', 'steps': 3000}).json()['id']}"
         server.until(lambda: server.client.get(url).json()["step"])
         children = psutil.Process(server.process.pid).children(recursive=True)
         server.process.terminate()
@@ -156,8 +157,6 @@ def test_sigterm_lets_what_was_admitted_end_and_then_cancels(serving: Any, tmp_p
 
 @SERVE
 def test_a_request_under_which_three_workers_die_gets_a_typed_503_and_the_next_one_a_picture(serving: Any, tmp_path: Path) -> None:
-    import openai
-
     with serving(tmp_path, "--max-steps", "1000") as server, ThreadPoolExecutor(2) as pool:
         asked = pool.submit(refusals, server, steps=300)
         while not asked.done():
@@ -175,8 +174,6 @@ def test_a_request_under_which_three_workers_die_gets_a_typed_503_and_the_next_o
 
 def refusals(server: Any, **inputs: Any) -> list[Any]:
     """The errors that the official clients raise for a request, with asyncio and without."""
-    import openai
-
     about: dict[str, Any] = {"base_url": f"{server.url}/v1", "api_key": "a key for tests", "max_retries": 0, "timeout": 900}
     found = []
     with pytest.raises(openai.InternalServerError) as refused, openai.OpenAI(**about) as client:
@@ -207,7 +204,6 @@ def test_a_long_queue_is_refused_with_the_seconds_until_it_is_shorter(serving: A
     import socket
 
     import httpx
-    import openai
 
     with serving(tmp_path, "--queue", "1ms", "--max-steps", "1000") as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="a key for tests", max_retries=0, timeout=300)
@@ -228,8 +224,6 @@ def test_a_long_queue_is_refused_with_the_seconds_until_it_is_shorter(serving: A
 def test_pictures_are_edited_and_two_graphs_share_the_budget(serving: Any, tmp_path: Path) -> None:
     import base64
     import io
-
-    import openai
 
     with serving(tmp_path, "--vram", "6M", names=("flux-tiny", "sdxl-img2img-tiny")) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="a key for tests", max_retries=0, timeout=900)
@@ -291,7 +285,6 @@ def test_the_official_clients_get_pictures_of_what_they_asked_for(
     import io
 
     import numpy as np
-    import openai
 
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "training"))
     held_out, judge = importlib.import_module("scenes").held_out(), importlib.import_module("detector").judge
