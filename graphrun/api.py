@@ -326,7 +326,7 @@ def attach(
     from graphrun.profile.problems import Limits
     from graphrun.profile.several import per_device
     from graphrun.runtime.devices.device import Device as Opened
-    from graphrun.runtime.devices.open import open_hardware
+    from graphrun.runtime.devices.open import open_devices
     from graphrun.store import CallStore
 
     methods = tuple(entries)
@@ -343,8 +343,7 @@ def attach(
     cards = [hardware_of(given or of.device, of.hardware) for of in several]
     _require_one_kind(cards)
     if given is None:
-        first = open_hardware(cards[0])
-        opened = first.with_helpers([open_hardware(of, number, first) for number, of in enumerate(cards[1:], 1)])
+        opened = open_devices(cards)
     elif len(given.every) != len(cards):
         raise InputError(f"vram has budgets of {len(cards)} devices, and device is {len(given.every)}: give a budget for each")
     else:

@@ -10,12 +10,13 @@ setting without the stages whose outputs are cached. What stays loaded between t
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,6 +153,16 @@ class Session:
     def map(self, inputs: Iterable[Mapping[str, Any]]) -> list[Trace]:
         """Runs once for each of ``inputs``, and returns the traces in their order."""
         return [future.result() for future in [self.submit(each) for each in inputs]]
+
+    @contextlib.contextmanager
+    def lend(self, inputs: Mapping[str, Any]) -> Iterator[Host]:
+        """The host memory that runs with ``inputs`` have, for other runs meanwhile. The device is empty, and the next run
+        starts with an empty device."""
+        values = self.graph.resolve({**self._inputs, **inputs})
+        with device_lock(self.device.name):
+            host, runs = self._activate(self._plan_for(values, ()))
+            runs.close()
+            yield host
 
     def release(self) -> None:
         """Waits for the current run, and frees the device and the host: the next run starts as the first one did."""

@@ -18,7 +18,7 @@ from graphrun.batch.journal import Journal, RequestJournal
 from graphrun.batch.requests import Request
 from graphrun.batch.schedule import Schedule, Segment, schedules, segment_of
 from graphrun.batch.waiting import Values
-from graphrun.batch.watch import Watcher
+from graphrun.batch.watch import LeftOut, Watcher
 from graphrun.errors import BrokenPlan, GraphrunError, InputError, OutOfMemory, TransferFailed
 from graphrun.graph.graph import Graph
 from graphrun.graph.media import fingerprint
@@ -71,7 +71,8 @@ class BatchContext:
 
     ``estimate(values)`` returns the problem for input values, ``solve`` a plan for it. ``reuse(values)`` returns the output cache
     for them; None: no cache. ``device_name`` is part of the cache keys, since outputs may differ between devices. ``device``: None
-    opens the one of the first problem. ``strict``: raise the error of the first request that fails.
+    opens the one of the first problem. ``strict``: raise the error of the first request that fails. ``segments``: as for
+    `schedules`. ``host``: backing stores of the whole graph, in place of ``modules``; segments use their parts of it.
     """
 
     estimate: Callable[[Mapping[str, Any]], Problem]
@@ -84,6 +85,8 @@ class BatchContext:
     sink: Sink | None
     watcher: Watcher
     strict: bool
+    segments: tuple[tuple[str, ...], ...] | None = None
+    host: Host | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,7 +176,7 @@ class _Runner:
                 self.batch.shared[stage] = self.batch.shared.get(stage, 0) + len(self.todo) - number
             if not self.todo:
                 return
-            schedule = schedules(self.graph, self.problem, counts, len(self.todo), self.context.solve)[0]
+            schedule = schedules(self.graph, self.problem, counts, len(self.todo), self.context.solve, self.context.segments)[0]
             self.values.ram_bytes = schedule.room_bytes
             self._require_choices(schedule)
             self.batch.schedules.append(schedule)
@@ -183,7 +186,7 @@ class _Runner:
                 for segment in schedule.segments:
                     group = [work for work in works[begin : begin + schedule.group] if work in self.todo]
                     if distinct := self._distinct(segment.stages, group):
-                        self._session(segment, distinct, (BrokenPlan,))
+                        self._session(segment, distinct, (BrokenPlan, LeftOut))
 
     def _found(self, work: Unfinished) -> set[str]:
         """The stages of ``work`` whose outputs are known: in the journal or in the cache. Stores these in ``values``."""
@@ -214,7 +217,7 @@ class _Runner:
                 continue
             segment = Segment((stage.name,), own, self.context.solve(problem))
             try:
-                self._session(segment, [[work]], (OutOfMemory, TransferFailed))
+                self._session(segment, [[work]], (OutOfMemory, TransferFailed, LeftOut))
             except BrokenPlan as error:  # the saved state does not fit the loop
                 self._restart(work, stage.name, error)
 
@@ -231,7 +234,10 @@ class _Runner:
         solution, watcher = segment.solution, self.context.watcher
         refuse_unfit(solution, segment.graph)
         watcher.segment(segment, len(todo))
-        host = Host.of_graph(segment.graph, solution.chosen, self.device, self.context.modules)
+        if self.context.host is not None:
+            host = self.context.host.part(solution.chosen)
+        else:
+            host = Host.of_graph(segment.graph, solution.chosen, self.device, self.context.modules)
         with Session(solution, host, self.device) as session:
             for works in todo:
                 if solution.problem.runs == 1:  # a plan for one run: the next starts with an empty device
@@ -239,8 +245,8 @@ class _Runner:
                 request = works[0].request
                 arguments = self._arguments(segment.graph, works, solution)
                 stages = stages_for(solution.plan, segment.graph, request.inputs, self.device, host, **arguments)
-                progress, tell = watcher.run(segment, request), watcher.planned_again
                 try:
+                    progress, tell = watcher.run(segment, request), watcher.planned_again
                     trace = run_to_the_end(solution, stages, host, self.device, progress, tell=tell, session=session)
                 except failures as error:  # the device is empty again
                     if self.context.strict:
@@ -249,6 +255,7 @@ class _Runner:
                         self._fail(work, error)
                 else:
                     self.batch.traces.append((segment.stages, request.number, trace))
+                    watcher.ran(segment, [work.request for work in works], trace)
                     for work in works:
                         self._finish(work, trace.outputs)
 

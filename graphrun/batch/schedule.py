@@ -68,9 +68,17 @@ class Schedule:
         return " | ".join(" ".join(segment.stages) for segment in self.segments)
 
 
-def schedules(graph: Graph, problem: Problem, counts: Mapping[str, int], requests: int, solve: Solve) -> list[Schedule]:
+def schedules(
+    graph: Graph,
+    problem: Problem,
+    counts: Mapping[str, int],
+    requests: int,
+    solve: Solve,
+    segments: Sequence[tuple[str, ...]] | None = None,
+) -> list[Schedule]:
     """Every schedule of ``requests`` requests that fits, ordered by predicted seconds, then bytes moved, then number of segments.
 
+    ``segments``: the stages of each, where that is decided; else every split is tried.
     ``counts``: how many distinct runs each stage needs (equal requests share outputs); a stage with 0 needs none, since all of its
     outputs are precomputed. Raises Infeasible where no schedule fits the budgets.
     """
@@ -86,10 +94,13 @@ def schedules(graph: Graph, problem: Problem, counts: Mapping[str, int], request
             return None
 
     found = []
-    for parts in _partitions([stage.name for stage in graph.stages if counts[stage.name]]):
-        segments = [segment(stages) for stages in parts]
-        if all(segments):
-            chosen = [each for each in segments if each is not None]
+    every = _partitions([stage.name for stage in graph.stages if counts[stage.name]])
+    if segments is not None:
+        every = iter([[part for each in segments if (part := tuple(name for name in each if counts[name]))]])
+    for parts in every:
+        solved = [segment(stages) for stages in parts]
+        if all(solved):
+            chosen = [each for each in solved if each is not None]
             found.append(_schedule(problem, chosen, counts, requests))
     if not found:
         raise refused[0]

@@ -6,9 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from graphrun.errors import GraphrunError
+
 if TYPE_CHECKING:
     from graphrun.batch.requests import Request
     from graphrun.batch.schedule import Schedule, Segment
+    from graphrun.trace import Trace
+
+
+class LeftOut(GraphrunError):
+    """Raised by `Watcher.run`, or by the callback that it returned: this request is left out, and the others run."""
 
 
 class Watcher:
@@ -22,6 +29,9 @@ class Watcher:
 
     def run(self, segment: Segment, request: Request) -> Callable[[int, int, int], None] | None:
         """A run of ``segment`` for ``request`` begins. Returns the run's ``progress`` callback, or None."""
+
+    def ran(self, segment: Segment, requests: Sequence[Request], trace: Trace) -> None:
+        """A run of ``segment`` has ended, whose outputs all of ``requests`` share."""
 
     def planned_again(self, line: str) -> None:
         """The remainder of the current run was planned again; ``line`` is the message about it."""

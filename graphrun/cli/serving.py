@@ -59,6 +59,7 @@ def serve(
     if missing := [name for name in ("fastapi", "uvicorn", "prometheus_client", "python_multipart") if find_spec(name) is None]:
         raise InputError(f"{', '.join(missing)} not installed: pip install 'graphrun[serve]'")
     from graphrun.profile.host_ram import ram_budget
+    from graphrun.profile.several import per_device
     from graphrun.serve.keys import read_keys
     from graphrun.serve.server import serve as run
     from graphrun.serve.settings import Bounds, Settings
@@ -76,8 +77,9 @@ def serve(
     with tempfile.TemporaryDirectory(prefix="graphrun-serve-") as name:
         folder = Path(name)
         cache = cache_folder(asked.no_cache) or folder / "cache"
-        hardware = hardware_for(asked.hardware, asked.device, True, cache)
-        asked = replace(budgeted(asked, hardware), ram=str(ram_budget(asked.ram)))
+        several = per_device(asked.vram, asked.hardware, asked.device)
+        hardware = tuple(hardware_for(of.hardware, of.device, True, cache) for of in several)
+        asked = replace(budgeted(asked, hardware[0]), ram=str(ram_budget(asked.ram)))
         budgets = {name: value for name, value in asked.estimate_arguments.items() if name not in ("runs", "until")}
         bounds = Bounds(parse_size(max_body), parse_size(max_upload), max_prompt, max_pixels, max_steps, max_n)
         settings = Settings(

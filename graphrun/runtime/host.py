@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from collections.abc import Collection, Mapping
@@ -154,6 +155,17 @@ class Host:
     def fits(self, problem: Problem) -> bool:
         """Whether ``problem``, with choices applied, has the graph and the blocks that this was built for."""
         return _layout_key(problem) == self._layout
+
+    def part(self, problem: Problem) -> Host:
+        """This host memory for ``problem`` of a part of its graph, with choices applied. Both have the same backing stores:
+        use one at a time. Raises InputError where ``problem`` holds a component in another way."""
+        layout = _layout_key(problem)
+        if not layout[1].items() <= self._layout[1].items():
+            raise InputError("the host memory was built for other blocks; build it again for this problem")
+        found = copy.copy(self)
+        found._layout = layout
+        found.residencies = {name: of for name, of in self.residencies.items() if name in layout[1]}
+        return found
 
     def match_layout(self, problem: Problem) -> None:
         """Lays out anew the components whose granularity (block or layer) differs in ``problem``, which has its choices applied.

@@ -118,6 +118,7 @@ def _figures(job: Job) -> dict[str, Any]:
         "job": job.id,
         "plan": job.measured[-1]["plan"],
         "queue_seconds": queue,
+        "together": job.together,
         "stages": [{"name": name, "planned_seconds": pair[0], "measured_seconds": pair[1]} for name, pair in stages.items()],
         "peak_bytes": {"planned": peaks[0], "measured": peaks[1]},
         "notes": [note for of in job.measured for note in of["notes"]],

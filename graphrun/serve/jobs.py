@@ -21,7 +21,8 @@ class Job:
     """``state``: waiting, running, or one of `ENDED`. ``stage``, ``step``, ``steps``, ``preview`` (PNG) are of the run under way.
 
     Seconds of the device's clock: ``admitted_at``, ``promised_at`` (predicted to begin), ``begun_at``. Seconds of the wall:
-    ``planned`` and ``queued``. ``measured``: of each run that has ended, as the worker sends it. ``attempts``: workers that died.
+    ``planned`` and ``queued``. ``together``: requests that went stage by stage with it, itself included. ``measured``: of each run
+    that has ended, as the worker sends it. ``attempts``: workers that died.
     """
 
     asked: Asked
@@ -45,6 +46,7 @@ class Job:
     planned: float = 0.0
     queued: float = 0.0
     attempts: int = 0
+    together: int = 1
     budgets: Mapping[str, int] = field(default_factory=dict)  # of its share; empty: all
     seconds: float = 0.0  # predicted, of the runs
     _changed: asyncio.Event = field(default_factory=asyncio.Event)

@@ -1,32 +1,50 @@
 """The queue: who runs next, and how long everyone waits. Knows seconds, and neither graphs nor clocks.
 
 A run that finds the weights of its own plan on the device takes less than one after another plan. So a request may overtake others
-to stand behind one of its shape, as long as nobody waits longer than was promised, by more than `PATIENCE`.
+to stand behind one of its shape, as long as nobody ends later than was promised, by more than `PATIENCE`.
 
-    waiting  A A B B C          A comes: behind the second A, if B, B and C still begin in time; else at the end
+    waiting  A A B B C          A comes: behind the second A, if B, B and C still end in time; else at the end
+
+Where the plan says that it takes less, requests of one shape go together, stage by stage. The first of them wait for the others, so
+a request joins them only where they still end in time; the longer the queue, the more go together.
+
+    in turn     (encode denoise decode)1 (encode denoise decode)2
+    together    encode1 encode2 | (denoise decode)1 (denoise decode)2
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 PATIENCE = 0.1  # of the promised wait
+MOST_TOGETHER = 16  # runs
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Predicted seconds of a run: the first one by its plan, and one right after another by the same plan."""
+    """Predicted seconds of a run: the first one by its plan, and one right after another by the same plan. ``segments``: the same
+    of each part of a run, where runs may go together (`graphrun.batch.schedule`); such runs find and leave an empty device.
+    ``stages``: of each segment."""
 
     first_seconds: float
     again_seconds: float
+    segments: tuple[tuple[float, float], ...] = ()
+    stages: tuple[tuple[str, ...], ...] = ()
+
+    def together(self, runs: int) -> list[float]:
+        """When each of ``runs`` runs that go together has ended, in seconds from their begin."""
+        *before, (first, again) = self.segments
+        begin = sum(of[0] + (runs - 1) * of[1] for of in before)
+        return [begin + first + number * again for number in range(runs)]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Entry:
-    """A request for ``runs`` runs of ``shape``. ``group``: its weights replace those of other shapes of the group. ``start``: when
-    it was promised to begin, on the clock of the caller. ``beside``: groups whose weights stay; those of all others leave."""
+    """A request for ``runs`` runs of ``shape``. ``group``: its weights replace those of other shapes of the group. ``start`` and
+    ``end``: as they were promised, on the clock of the caller. ``beside``: groups whose weights stay; those of all others leave.
+    ``batch``: entries one after another with the same may go together; None: it runs by itself."""
 
     item: Any
     group: Hashable
@@ -35,6 +53,8 @@ class Entry:
     runs: int
     start: float = 0.0
     beside: Collection[Hashable] = ()
+    end: float = 0.0
+    batch: object | None = field(default_factory=object)
 
 
 class Line:
@@ -46,52 +66,105 @@ class Line:
 
     def seconds(self, entry: Entry, warm: Mapping[Hashable, Hashable]) -> float:
         """Predicted seconds of ``entry`` where ``warm`` is on the device."""
-        cost = entry.cost
-        once = cost.again_seconds if warm.get(entry.group) == entry.shape else cost.first_seconds
-        return once + (entry.runs - 1) * cost.again_seconds
+        return _ends([entry], warm)[-1]
 
-    def starts(self, entries: list[Entry], begin: float) -> Iterator[float]:
-        """When each of ``entries`` begins if the first begins at ``begin``, and then when the last one ends."""
-        warm = dict(self.warm)
-        for entry in entries:
-            yield begin
-            begin += self.seconds(entry, warm)
-            warm = _after(entry, warm)
-        yield begin
+    def times(self, entries: Sequence[Entry], begin: float) -> Iterator[tuple[float, float]]:
+        """When each of ``entries`` begins and ends if the first begins at ``begin``. Of entries that go together, the begin is the
+        one with which they would end at the same time if nobody were between their stages."""
+        warm, done = dict(self.warm), 0
+        while done < len(entries):
+            taken = _taken(entries[done : done + MOST_TOGETHER], warm)
+            ends = _ends(taken, warm)
+            for number, (entry, end) in enumerate(zip(taken, ends, strict=True)):
+                own = sum(of[number > 0] + (entry.runs - 1) * of[1] for of in taken[0].cost.segments)
+                yield begin + (end - own if len(taken) > 1 else 0.0), begin + end
+            begin, warm, done = begin + ends[-1], _after(taken, warm), done + len(taken)
 
     def end(self, begin: float) -> float:
         """When all that waits has ended, if it begins at ``begin``."""
-        return list(self.starts(self.entries, begin))[-1]
-
-    def place(self, entry: Entry, now: float, begin: float) -> tuple[int, float]:
-        """Where ``entry`` would stand, and when it begins. What runs now ends at ``begin``."""
-        end = len(self.entries)
-        last = max((number for number, each in enumerate(self.entries) if each.shape == entry.shape), default=None)
-        behind = 0 if last is None and self.warm.get(entry.group) == entry.shape else end if last is None else last + 1
-        for position in dict.fromkeys((behind, end)):
-            trial = [*self.entries[:position], entry, *self.entries[position:]]
-            starts = list(self.starts(trial, begin))
-            overtaken = zip(trial[position + 1 :], starts[position + 1 :], strict=False)
-            if all(start <= each.start + PATIENCE * max(0.0, each.start - now) for each, start in overtaken):
-                return position, starts[position]
-        raise AssertionError("at the end nobody is overtaken")
+        return max((end for _, end in self.times(self.entries, begin)), default=begin)
 
     def add(self, entry: Entry, now: float, begin: float) -> None:
-        """Places ``entry``, which is promised the start that is predicted now."""
-        position, entry.start = self.place(entry, now, begin)
+        """Places ``entry``, which is promised the start and the end that are predicted now. What runs now ends at ``begin``."""
+        position, entry.batch, entry.start, entry.end = self.place(entry, now, begin)
         self.entries.insert(position, entry)
 
-    def pop(self) -> Entry:
-        """The next entry; what is warm after it is noted."""
-        entry = self.entries.pop(0)
-        self.warm = _after(entry, self.warm)
-        return entry
+    def place(self, entry: Entry, now: float, begin: float) -> tuple[int, object | None, float, float]:
+        """Where ``entry`` would stand, in which batch, and when it begins and ends."""
+        for position, batch, first in self._places(entry):
+            entry.batch = batch
+            trial = [*self.entries[:position], entry, *self.entries[position:]]
+            times = list(self.times(trial, begin))
+            delayed = zip(trial[first:], times[first:], strict=True)
+            if all(each is entry or _in_time(each, of, now) for each, of in delayed):
+                return position, batch, *times[position]
+        raise AssertionError("at the end nobody is overtaken")
+
+    def _places(self, entry: Entry) -> Iterator[tuple[int, object, int]]:
+        """Positions for ``entry``, the best first, with its batch there, and the number of the first entry that it would delay."""
+        end, own = len(self.entries), (entry.group, entry.shape)
+        alike = [number for number, each in enumerate(self.entries) if (each.group, each.shape) == own]
+        if alike:
+            last = self.entries[alike[-1]]
+            batch = [number for number, each in enumerate(self.entries) if each.batch is last.batch]
+            planned = entry.cost.segments and last.cost.segments  # else nobody knows whom it would delay
+            if planned and last.batch is not None and sum(self.entries[of].runs for of in batch) + entry.runs <= MOST_TOGETHER:
+                yield batch[-1] + 1, last.batch, batch[0]
+        behind = alike[-1] + 1 if alike else 0 if self.warm.get(entry.group) == entry.shape else end
+        for position in dict.fromkeys((behind, end)):
+            yield position, object(), position
+
+    def pop(self) -> list[Entry]:
+        """The next entry, or those that go together; what is warm after them is noted."""
+        taken = _taken(self.entries[:MOST_TOGETHER], self.warm)
+        del self.entries[: len(taken)]
+        self.warm = _after(taken, self.warm)
+        return taken
 
     def remove(self, item: Any) -> None:
         """Takes out the entry of ``item``, if it waits."""
         self.entries = [entry for entry in self.entries if entry.item is not item]
 
 
-def _after(entry: Entry, warm: Mapping[Hashable, Hashable]) -> dict[Hashable, Hashable]:
-    """What is warm after ``entry``."""
-    return {**{group: shape for group, shape in warm.items() if group in entry.beside}, entry.group: entry.shape}
+def _in_time(entry: Entry, times: tuple[float, float], now: float) -> bool:
+    """Whether ``entry`` begins and ends at ``times`` as was promised, or nearly so."""
+    patience = PATIENCE * max(0.0, entry.start - now)
+    return times[0] <= entry.start + patience and times[1] <= entry.end + patience
+
+
+def go_together(entries: Sequence[Entry], warm: Mapping[Hashable, Hashable]) -> bool:
+    """Whether the runs of ``entries``, of one batch, take less together, the next one's weights included."""
+    first, runs = entries[0], sum(entry.runs for entry in entries)
+    cost = first.cost
+    if first.batch is None or not cost.segments or runs == 1:
+        return False
+    alone = cost.again_seconds if warm.get(first.group) == first.shape else cost.first_seconds
+    leaves = cost.first_seconds - cost.again_seconds
+    return cost.together(runs)[-1] + leaves < alone + (runs - 1) * cost.again_seconds
+
+
+def _taken(entries: Sequence[Entry], warm: Mapping[Hashable, Hashable]) -> list[Entry]:
+    """The entries at the head of ``entries`` that run next: those of a batch where they go together, else one."""
+    number = next((number for number, each in enumerate(entries) if each.batch is not entries[0].batch), len(entries))
+    batch = list(entries[: number if entries[0].batch is not None else 1])
+    return batch if go_together(batch, warm) else batch[:1]
+
+
+def _ends(entries: Sequence[Entry], warm: Mapping[Hashable, Hashable]) -> list[float]:
+    """When each of ``entries``, taken at once, has ended, in seconds from their begin."""
+    cost, ends, runs = entries[0].cost, [], 0
+    if not go_together(entries, warm):
+        once = cost.again_seconds if warm.get(entries[0].group) == entries[0].shape else cost.first_seconds
+        return [once + (entries[0].runs - 1) * cost.again_seconds]
+    each = cost.together(sum(entry.runs for entry in entries))
+    for entry in entries:
+        runs += entry.runs
+        ends.append(each[runs - 1])
+    return ends
+
+
+def _after(entries: Sequence[Entry], warm: Mapping[Hashable, Hashable]) -> dict[Hashable, Hashable]:
+    """What is warm after ``entries``, taken at once."""
+    entry = entries[0]
+    found = {group: shape for group, shape in warm.items() if group in entry.beside and group != entry.group}
+    return found if go_together(entries, warm) else {**found, entry.group: entry.shape}

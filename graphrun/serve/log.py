@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from typing import TextIO
 
 from graphrun.reading import printable
 
+# Within a text. Lines of a traceback are indented; any other line would begin an entry of the log that nobody wrote.
+_FORGED = re.compile(r"\n(?=[^\s])")
+
 
 def escape_log() -> None:
-    """From now on this process's stdout and stderr have escapes in place of characters that a terminal acts on.
+    """From now on this process's stdout and stderr have escapes in place of characters that a terminal acts on, and of line feeds
+    within a text but before indented lines.
 
     Call it before libraries are imported, whose handlers keep the stream that they find.
     """
@@ -24,7 +29,7 @@ class _Escaped(io.TextIOBase):
         self._stream = stream
 
     def write(self, text: str) -> int:
-        self._stream.write(printable(text))
+        self._stream.write(printable(_FORGED.sub("\\\\n", text)))
         return len(text)
 
     def flush(self) -> None:

@@ -29,7 +29,7 @@ class Metrics:
         self.restarts = counter("worker_restarts", "Times that the worker process died and was started again")
         self.worker = gauge("worker_pid", "Process id of the worker")
         self.waiting = gauge("waiting_requests", "Requests in the queue")
-        self.running = gauge("running_requests", "Requests that the worker runs: 0 or 1")
+        self.running = gauge("running_requests", "Requests that the worker runs")
         self.waiting_seconds = gauge("waiting_seconds", "Predicted seconds until the queue is empty")
         self.share = gauge(
             "share", "Share of the budgets that a graph has; below 1 its weights stay beside those of others", "graph"

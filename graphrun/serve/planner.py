@@ -6,15 +6,16 @@ Plans go to the cache folder, where the worker finds them.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 from graphrun import api
-from graphrun.errors import GraphrunError
+from graphrun.errors import GraphrunError, InputError
 from graphrun.model.problem import Problem
-from graphrun.serve.line import Cost
+from graphrun.model.solution import Solution
+from graphrun.serve.line import MOST_TOGETHER, Cost
 from graphrun.serve.settings import Settings
 from graphrun.serve.shares import WHOLE
 
@@ -22,27 +23,39 @@ from graphrun.serve.shares import WHOLE
 @dataclass(frozen=True, slots=True)
 class PlannedShape:
     """What the server knows of a plan. ``peak_bytes``: as nvidia-smi would show it. ``verdict``: its first line on a screen.
-    ``budgets``: those of its share, arguments of `graphrun.estimate`; empty: all that there is."""
+    ``budgets``: those of its share, arguments of `graphrun.estimate`; empty: all that there is. ``looked``: whether it is known
+    if runs go together."""
 
     cost: Cost
     peak_bytes: int
     verdict: str
     budgets: Mapping[str, int]
+    looked: bool = False
 
 
 def plan_forever(connection: Connection, settings: Settings) -> None:
-    """Until ``stop``: answers ``plan`` (key, graph, inputs, share) with ``planned`` (key, shape) or ``unfit`` (key, status ...)."""
+    """Until ``stop``: answers ``plan`` (key, graph, inputs, share) with ``planned`` (key, shape) or ``unfit`` (key, status ...),
+    and ``plan_together`` (the same) with ``together`` (key, parts)."""
     graphs = {graph.name: graph for graph in (api.load(path, trust=settings.trust) for path in settings.graphs)}
     while (message := connection.recv())[0] != "stop":
-        asked = message[1]
+        kind, asked = message
+        graph, key = graphs[asked["graph"]], asked["key"]
+        if kind == "plan_together":
+            parts: dict[tuple[str, ...], tuple[float, float]] | None = {}
+            try:
+                parts = _together(graph, asked, settings, connection.poll)
+            except Exception:  # noqa: BLE001 (each runs by itself then)
+                traceback.print_exc()
+            connection.send(("together", {"key": key, "parts": parts}))
+            continue
         try:
-            connection.send(("planned", {"key": asked["key"], "shape": _planned(graphs[asked["graph"]], asked, settings)}))
+            connection.send(("planned", {"key": key, "shape": _planned(graph, asked, settings)}))
         except GraphrunError as error:
-            connection.send(("unfit", {"key": asked["key"], **_refusal(graphs[asked["graph"]], asked, settings, error)}))
+            connection.send(("unfit", {"key": key, **_refusal(graph, asked, settings, error)}))
         except Exception:  # noqa: BLE001 (one size that cannot be planned must not end the others)
             traceback.print_exc()
-            failure = {"status": 500, "message": f"planning {asked['graph']} failed; the server's log has the reason", "more": {}}
-            connection.send(("unfit", {"key": asked["key"], **failure}))
+            failure = {"status": 500, "message": f"planning {graph.name} failed; the server's log has the reason", "more": {}}
+            connection.send(("unfit", {"key": key, **failure}))
 
 
 def _estimate(graph: Any, inputs: Any, settings: Settings, **changed: Any) -> Any:
@@ -54,6 +67,8 @@ def _planned(graph: Any, asked: dict[str, Any], settings: Settings) -> PlannedSh
     from graphrun.report.verdicts import fits, made_by
 
     problem = _estimate(graph, asked["inputs"], settings)
+    if problem.helpers and asked["share"] != WHOLE:
+        raise InputError("graphs have several devices in turn, not in shares")
     budgets = {} if asked["share"] == WHOLE else share_of(problem, asked["share"])
     if budgets:
         problem = _estimate(graph, asked["inputs"], settings, **budgets)
@@ -63,6 +78,50 @@ def _planned(graph: Any, asked: dict[str, Any], settings: Settings) -> PlannedSh
     overhead_bytes = problem.overhead_bytes - problem.reserve_bytes
     verdict = fits(solution, made_by(graph.kinds(), dict(problem.settings)))
     return PlannedShape(cost, overhead_bytes + simulation.peak_bytes, verdict, budgets)
+
+
+class _Interrupted(Exception):
+    """Somebody waits for a plan."""
+
+
+def _together(
+    graph: Any, asked: dict[str, Any], settings: Settings, interrupted: Callable[[], bool]
+) -> dict[tuple[str, ...], tuple[float, float]] | None:
+    """Stages of each segment by which runs go together -> its predicted seconds: of the first run, and of one after it.
+
+    Empty where no such schedule takes less, or none holds the components as a run by itself does: a picture depends on its request
+    alone, and weights are read once. Most of the seconds are in the last segment, so that pictures come one after another. None
+    where it was ``interrupted``: what was planned by then is in the cache folder.
+    """
+    from graphrun.batch.schedule import schedules
+    from graphrun.runtime.host import layout_of
+    from graphrun.serve.together import session_of
+
+    def choices(of: Solution) -> set[Any]:
+        return {*((each.name, layout_of(each)) for each in of.chosen.components), *of.plan.options}
+
+    problem = _estimate(graph, asked["inputs"], settings, **asked["budgets"])
+    whole = choices(api.plan(problem, cache=settings.cache))
+    counts = {stage.name: MOST_TOGETHER for stage in graph.stages}
+
+    def solve(part: Problem) -> Solution:
+        if interrupted():
+            raise _Interrupted
+        return api.plan(session_of(part), cache=settings.cache)
+
+    try:
+        found = schedules(graph, problem, counts, MOST_TOGETHER, solve)
+    except _Interrupted:
+        return None
+    for schedule in found:
+        totals = [segment.total(MOST_TOGETHER)[0] for segment in schedule.segments]
+        alike = all(choices(segment.solution) <= whole for segment in schedule.segments)
+        if alike and schedule.group == MOST_TOGETHER and 2 * totals[-1] >= sum(totals) and len(totals) > 1:
+            crossing = (schedule.seconds - sum(totals)) / MOST_TOGETHER / len(totals)  # of values between the segments
+            pairs = ((segment.total(1)[0], segment.total(2)[0]) for segment in schedule.segments)
+            seconds = [(first + crossing, both - first + crossing) for first, both in pairs]
+            return {segment.stages: pair for segment, pair in zip(schedule.segments, seconds, strict=True)}
+    return {}
 
 
 def share_of(problem: Problem, share: float) -> dict[str, int]:

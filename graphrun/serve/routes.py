@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
-from graphrun.serve.answers import Pictures, model_of, result, timing, told
+from graphrun.serve.answers import KEPT_PICTURES_BYTES, Pictures, model_of, result, timing, told
 from graphrun.serve.asked import Asked, graph_of
 from graphrun.serve.errors import Refused
 from graphrun.serve.intake import edit_in, generation_in, owner_in, unless_gone
@@ -23,7 +23,7 @@ from graphrun.serve.page import ASSETS, POLICY, page
 from graphrun.serve.schema import EDIT, GENERATION
 from graphrun.serve.service import Service
 
-KEPT_JOBS = 100  # that have ended, with their pictures
+KEPT_JOBS = 100  # that have ended, with their pictures, up to `KEPT_PICTURES_BYTES`
 
 
 def images(service: Service, pictures: Pictures) -> APIRouter:
@@ -115,7 +115,10 @@ def jobs(service: Service, pictures: Pictures) -> APIRouter:
         asked = await generation_in(request, service.graphs, settings.bounds)
         job = await service.submit(asked, by, _folder(service), preview=True)
         kept[job.id] = job
-        for old in [name for name, of in kept.items() if of.ended][: max(0, len(kept) - KEPT_JOBS)]:
+        for old in [name for name, of in kept.items() if of.ended]:
+            nbytes = sum(len(picture) for of in kept.values() for picture in of.pictures)
+            if len(kept) <= KEPT_JOBS and nbytes <= KEPT_PICTURES_BYTES:
+                break
             del kept[old]
         return JSONResponse(shown(job, request), 202, headers={"Location": f"{request.base_url}v1/jobs/{job.id}"})
 

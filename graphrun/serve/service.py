@@ -1,6 +1,8 @@
 """Admits requests, keeps the queue, and hands one after another to the worker process. Runs in the event loop of the server.
 
 submit -> plan of the shape (once) -> promised seconds, or 422 or 429 -> line -> worker -> pictures
+
+Where several runs of a shape wait, the planner is asked whether they take less together, stage by stage.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import asyncio
 import shutil
 import time
 from collections import OrderedDict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from graphrun.serve.asked import Asked, Shape
 from graphrun.serve.child import Child
 from graphrun.serve.errors import Refused
 from graphrun.serve.jobs import Job
-from graphrun.serve.line import Entry, Line
+from graphrun.serve.line import Entry, Line, go_together
 from graphrun.serve.metrics import Metrics
 from graphrun.serve.planner import PlannedShape, plan_forever
 from graphrun.serve.settings import Settings
@@ -37,11 +39,31 @@ PACE = 0.2  # weight of the last run in the mean of wall seconds per predicted s
 
 @dataclass
 class _Running:
-    job: Job
-    entry: Entry
+    """One entry, or those that go together: what is left of them. ``planned``: seconds of the runs that have ended."""
+
+    entries: list[Entry]
+    together: bool
     sent: float  # wall seconds
     at: float  # seconds of the device's clock
-    lone: float  # predicted seconds of the run under way
+    lone: float  # predicted seconds of the run under way, or of all that go together
+    count: int  # of the entries at first
+    planned: float = 0.0
+    begun: str = ""  # the request that the worker is at
+
+    @property
+    def entry(self) -> Entry:
+        """Of a run by itself."""
+        return self.entries[0]
+
+    @property
+    def job(self) -> Job:
+        """Of a run by itself."""
+        job: Job = self.entry.item
+        return job
+
+    def of(self, id: str) -> Entry | None:
+        """The entry of request ``id``."""
+        return next((entry for entry in self.entries if entry.item.id == id), None)
 
 
 class Service:
@@ -60,6 +82,7 @@ class Service:
         self._running: _Running | None = None
         self._worker: Child | None = None
         self._planner: Child | None = None
+        self._looking: tuple[Shape, float] | None = None  # what the planner is asked whether it goes together
         self._ready, self._closed, self._deaths = False, False, 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -92,8 +115,8 @@ class Service:
         """Cancels all requests: those that wait at once, the running one at the end of its step."""
         for entry in list(self.line.entries):
             self.cancel(entry.item, self._stopping())
-        if self._running is not None:
-            self.cancel(self._running.job, self._stopping())
+        for entry in list(self._running.entries) if self._running is not None else ():
+            self.cancel(entry.item, self._stopping())
 
     async def idle(self) -> None:
         """Waits until no request is left."""
@@ -132,6 +155,19 @@ class Service:
             del self.shapes[old]
         return self.shapes[key]
 
+    def _plan_together(self, entry: Entry) -> None:
+        """Has the planner look whether runs as those of ``entry`` take less together, if it has nothing else to do."""
+        key = _key(entry)
+        alike = sum(each.runs for each in self.line.entries if each.shape == entry.shape)
+        if self._planner is None or alike < 2 or not all(of.done() for of in self.shapes.values()) or self._looking is not None:
+            return
+        planned = self.shapes[key].result() if key in self.shapes else None
+        if planned is not None and not planned.looked:
+            self._looking = key
+            inputs = entry.item.asked.runs[0]
+            sizes = {name: inputs[name] for name, _ in key[0][1]}
+            self._planner.send("plan_together", key=key, graph=key[0][0], inputs=sizes, budgets=planned.budgets)
+
     def _start_planner(self) -> None:
         if self._closed:
             return
@@ -139,6 +175,17 @@ class Service:
 
     def _hear_planner(self, kind: str, key: tuple[Shape, float], **content: Any) -> None:
         future = self.shapes.get(key)
+        if kind == "together":
+            self._looking, parts = None, content["parts"]
+            if future is not None and parts is not None:
+                planned = future.result()
+                cost = replace(planned.cost, segments=tuple(parts.values()), stages=tuple(parts))
+                future = self.shapes[key] = asyncio.get_running_loop().create_future()
+                future.set_result(replace(planned, cost=cost, looked=True))
+                for entry in self.line.entries:
+                    if _key(entry) == key:
+                        entry.cost = cost
+            return
         self.metrics.plans.labels("planned" if kind == "planned" else "refused").inc()
         if future is None or future.done():
             return
@@ -149,7 +196,7 @@ class Service:
             future.set_exception(Refused(content["status"], content["message"], code, more=content["more"]))
 
     def _planner_died(self) -> None:
-        self._planner = None
+        self._planner = self._looking = None
         for key in [key for key, of in self.shapes.items() if not of.done()]:  # the next request of the shape asks again
             self.shapes.pop(key).set_exception(
                 Refused(503, "planning was interrupted", "interrupted", retry_seconds=self._plan_seconds)
@@ -178,14 +225,15 @@ class Service:
         group = asked.graph, share
         entry = Entry(job, group, asked.shape, planned.cost, len(asked.runs), beside=frozenset(together))
         begin = self._clock + self._left_seconds()
-        _, start = self.line.place(entry, self._clock, begin)
+        *_, start, _ = self.line.place(entry, self._clock, begin)
         wait = (start - self._clock) * self.pace
         if wait > self.settings.queue_seconds:
             text = f"the queue takes {wait:.0f} s, and at most {self.settings.queue_seconds:.0f} s are accepted"
             raise Refused(429, text, "queue_full", retry_seconds=wait - self.settings.queue_seconds)
         self.line.add(entry, self._clock, begin)
-        job.admitted_at, job.promised_at, job.seconds = self._clock, entry.start, self.line.seconds(entry, {})
+        job.admitted_at, job.promised_at, job.seconds = self._clock, entry.start, entry.end - entry.start
         self._idle.clear()
+        self._plan_together(entry)
         self._next()
         return job
 
@@ -208,15 +256,15 @@ class Service:
     def predicted_wait(self, job: Job) -> float:
         """Predicted wall seconds until ``job`` begins."""
         begin = self._clock + self._left_seconds()
-        starts = zip(self.line.entries, self.line.starts(self.line.entries, begin), strict=False)
-        return next(((start - self._clock) * self.pace for entry, start in starts if entry.item is job), 0.0)
+        times = zip(self.line.entries, self.line.times(self.line.entries, begin), strict=True)
+        return next(((start - self._clock) * self.pace for entry, (start, _) in times if entry.item is job), 0.0)
 
     def cancel(self, job: Job, why: Refused | None = None) -> None:
         """Cancels ``job``: at once where it waits, else when the worker says so."""
         if job.ended:
             return
         job.error = why or Refused(409, "the request was cancelled", "cancelled")
-        if self._running is not None and self._running.job is job:
+        if self._running is not None and self._running.of(job.id) is not None:
             assert self._worker is not None
             self._worker.send("cancel", id=job.id)
         else:
@@ -231,8 +279,10 @@ class Service:
         """Predicted seconds, on the device's clock, until what runs now has ended."""
         if self._running is None:
             return 0.0
-        later = len(self._running.job.asked.runs) - len(self._running.job.measured) - 1
         left = self._running.lone - (self._clock - self._running.at)
+        if self._running.together:
+            return max(0.0, left)
+        later = len(self._running.job.asked.runs) - len(self._running.job.measured) - 1
         return max(0.0, left) + later * self._running.entry.cost.again_seconds
 
     # -- the worker
@@ -249,40 +299,59 @@ class Service:
         self.metrics.waiting_seconds.set((self.line.end(self._clock + self._left_seconds()) - self._clock) * self.pace)
         if self._running is not None or not self._ready or not self.line.entries:
             return
-        first = self.line.entries[0]
-        warm = self.line.warm.get(first.group) == first.shape
-        entry = self.line.pop()
-        job = entry.item
-        if job.begun_at is None:
-            job.begun_at, job.queued = self._clock, time.monotonic() - job.submitted - job.planned
-            self.metrics.queue_seconds.labels("predicted").observe(job.promised_at - job.admitted_at)
-            self.metrics.queue_seconds.labels("measured").observe(job.begun_at - job.admitted_at)
-        lone = entry.cost.again_seconds if warm else entry.cost.first_seconds
-        self._running = _Running(job, entry, time.monotonic(), self._clock, lone)
-        self._send_run()
+        warm = dict(self.line.warm)
+        entries = self.line.pop()
+        together = go_together(entries, warm)
+        for job in (entry.item for entry in entries):
+            job.together = len(entries)
+            if job.begun_at is None:
+                job.begun_at, job.queued = self._clock, time.monotonic() - job.submitted - job.planned
+        first = entries[0]
+        cost, runs = first.cost, sum(entry.runs for entry in entries)
+        once = cost.again_seconds if warm.get(first.group) == first.shape else cost.first_seconds
+        lone = cost.together(runs)[-1] if together else once
+        self._running = _Running(entries, together, time.monotonic(), self._clock, lone, len(entries))
+        self.metrics.running.set(len(entries))
+        if together:
+            self._send_together()
+        else:
+            self._send_run()
+
+    def _send_together(self) -> None:
+        assert self._running is not None
+        assert self._worker is not None
+        runs, entry = list[dict[str, Any]](), self._running.entry
+        for job in (each.item for each in self._running.entries):
+            job.change(state="running", stage="", step=0, steps=0)
+            job.measured, job.pictures = [], []  # of runs before the worker died
+            for number in range(len(job.asked.runs)):
+                runs.append(self._run_of(job, number))
+        self._worker.send(
+            "run_together",
+            runs=runs,
+            group=entry.group,
+            graph=entry.item.asked.graph,
+            segments=entry.cost.stages,
+            budgets=entry.item.budgets,
+            beside=entry.beside,
+        )
+
+    def _run_of(self, job: Job, number: int) -> dict[str, Any]:
+        """What the worker is told of the ``number``-th run of ``job``. Makes its folder."""
+        folder = job.folder / str(number)
+        folder.mkdir(parents=True, exist_ok=True)
+        own = {"inputs": job.asked.runs[number], "folder": folder, "suffix": job.asked.suffix, "preview": job.preview_wanted}
+        return {"id": job.id, "number": number, **own}
 
     def _send_run(self) -> None:
         assert self._running is not None
         assert self._worker is not None
         job, self._running.sent, self._running.at = self._running.job, time.monotonic(), self._clock
-        number = len(job.measured)
-        folder = job.folder / str(number)
-        folder.mkdir(parents=True, exist_ok=True)
         job.change(state="running", stage="", step=0, steps=0)
-        self.metrics.running.set(1)
-        asked = job.asked
-        self._worker.send(
-            "run",
-            id=job.id,
-            graph=asked.graph,
-            inputs=asked.runs[number],
-            folder=folder,
-            suffix=asked.suffix,
-            preview=job.preview_wanted,
-            budgets=job.budgets,
-            group=self._running.entry.group,
-            beside=self._running.entry.beside,
-        )
+        entry, run = self._running.entry, self._run_of(job, len(job.measured))
+        del run["number"]
+        own = {"graph": job.asked.graph, "budgets": job.budgets, "group": entry.group, "beside": entry.beside}
+        self._worker.send("run", **run, **own)
 
     def _hear_worker(self, kind: str, clock_seconds: float | None = None, **content: Any) -> None:
         if clock_seconds is not None:
@@ -293,33 +362,48 @@ class Service:
             self._next()
             return
         running = self._running
-        if running is None or content["id"] != running.job.id:
+        if running is None:
             return
-        job = running.job
+        if kind == "together":
+            self._ended_together(running)
+            return
+        if (entry := running.of(content["id"])) is None:
+            return
+        job = entry.item
+        running.begun = job.id
         if kind == "step":
             self._deaths = 0
             job.change(stage=content["stage"], step=content["done"], steps=content["steps"])
             job.preview = content.get("preview") or job.preview
         elif kind == "done":
-            self._took(running, content)
+            self._took(running, entry, content)
+        elif kind == "apart":  # it runs by itself when the others have ended
+            entry.batch = None
+            job.measured, job.pictures = [], []
+            shutil.rmtree(job.folder / str(content["number"]), ignore_errors=True)
         elif kind == "cancelled":
-            self.line.warm.clear()
-            self._finish("cancelled")
+            if not running.together:
+                self.line.warm.clear()
+            self._finish(entry, "cancelled")
         elif job.attempts and content["status"] == 500 and any(job.folder.rglob("*.steps")):  # the saved state is of no use
             shutil.rmtree(job.folder / str(len(job.measured)))
             self.line.warm.clear()
             self._send_run()
-        else:
+        elif kind == "failed":
             self.line.warm.clear()
             retry = 5 + self._left_seconds() if content["status"] == 503 else None
             job.error = job.error or Refused(content["status"], content["message"], "run_failed", retry_seconds=retry)
-            self._finish("failed")
+            self._finish(entry, "failed")
 
-    def _took(self, running: _Running, content: dict[str, Any]) -> None:
-        """A run has ended with a picture."""
-        job, (planned, _) = running.job, content["seconds"]
-        if planned > 0 and not job.attempts:
-            self.pace += PACE * ((time.monotonic() - running.sent) / planned - self.pace)
+    def _took(self, running: _Running, entry: Entry, content: dict[str, Any]) -> None:
+        """A run of ``entry`` has ended with a picture."""
+        job: Job = entry.item
+        if running.together and entry.batch is None:  # another run of it failed, and all of them run again
+            return
+        planned, _ = content["seconds"]
+        running.planned += planned
+        if planned > 0 and not job.attempts and not running.together:
+            self._keep_pace(running)
         for stage, pair in content["stages"].items():
             for kind, seconds in zip(("planned", "measured"), pair, strict=True):
                 self.metrics.stage_seconds.labels(job.asked.graph, stage, kind).observe(seconds)
@@ -329,26 +413,68 @@ class Service:
         job.pictures += [path.read_bytes() for path in content["files"]]
         job.measured.append(content)
         self._arrange(job.asked.graph)
-        if job.error is not None:
-            self._finish("cancelled")
-        elif len(job.measured) == len(job.asked.runs):
-            self._finish("done")
-        else:
-            running.lone = running.entry.cost.again_seconds
+        whole = len(job.measured) == len(job.asked.runs)
+        if running.together and whole and running.count > 1:
+            took = sum(of["seconds"][1] for of in job.measured)
+            job.begun_at = max(job.admitted_at, self._clock - took)  # the seconds between its stages were in the queue too
+            job.queued = max(job.queued, time.monotonic() - job.submitted - job.planned - took * self.pace)
+        if job.error is not None and (whole or not running.together):
+            self._finish(entry, "cancelled")
+        elif whole:
+            self._finish(entry, "done")
+        elif not running.together:
+            running.planned, running.lone = 0.0, entry.cost.again_seconds
             self._send_run()
 
-    def _finish(self, state: str) -> None:
+    def _keep_pace(self, running: _Running) -> None:
+        """Notes how long the runs of ``running`` took, on the wall."""
+        self.pace += PACE * ((time.monotonic() - running.sent) / running.planned - self.pace)
+
+    def _finish(self, entry: Entry, state: str) -> None:
+        """``entry``, which ran, has ended; where others go with it, they go on."""
         assert self._running is not None
-        job, self._running = self._running.job, None
+        job, running = entry.item, self._running
+        if job.begun_at is not None and state == "done":
+            self.metrics.queue_seconds.labels("predicted").observe(job.promised_at - job.admitted_at)
+            self.metrics.queue_seconds.labels("measured").observe(job.begun_at - job.admitted_at)
+        running.entries = [each for each in running.entries if each is not entry]
+        if not running.together:
+            self._running = None
         self._end(job, state)
+        if not running.together:
+            self._next()
+
+    def _ended_together(self, running: _Running) -> None:
+        """The worker is done with runs that went together. What is left of them runs next, each by itself."""
+        if running.planned > 0 and not running.entries:
+            self._keep_pace(running)
+        self._running = None
+        self._put_back(running.entries, begun=False)
         self._next()
+
+    def _put_back(self, entries: list[Entry], *, begun: bool) -> None:
+        """Puts ``entries``, which ran, at the head of the queue, each by itself. ``begun``: the pictures they have are kept."""
+        for entry in reversed(entries):
+            job: Job = entry.item
+            if job.error is not None:
+                self._end(job, "cancelled")
+                continue
+            entry.batch = None
+            if not begun:
+                job.measured, job.pictures = [], []
+            job.change(state="waiting")
+            self.line.entries.insert(0, entry)
+        self._idle_now()
 
     def _end(self, job: Job, state: str) -> None:
         shutil.rmtree(job.folder, ignore_errors=True)
         status = 200 if job.error is None else job.error.status
         self.metrics.requests.labels(job.asked.graph, str(status)).inc()
-        self.metrics.running.set(self._running is not None)
+        self.metrics.running.set(0 if self._running is None else len(self._running.entries))
         job.change(state=state)
+        self._idle_now()
+
+    def _idle_now(self) -> None:
         if self._running is None and not self.line.entries:
             self._idle.set()
 
@@ -359,16 +485,25 @@ class Service:
         self.line.warm.clear()
         self.metrics.restarts.inc()
         if (running := self._running) is not None:
-            self._running = None
-            running.job.attempts += 1
-            if running.job.error is not None:
-                self._end(running.job, "cancelled")
-            elif running.job.attempts >= ATTEMPTS:
-                text = f"the worker process ended {ATTEMPTS} times under this request"
-                running.job.error = Refused(503, text, "worker_died", retry_seconds=30)
-                self._end(running.job, "failed")
-            else:
-                running.job.change(state="waiting")
-                self.line.entries.insert(0, running.entry)
+            self._running, left = None, list[Entry]()
+            at = running.of(running.begun) or running.entry if running.entries else None
+            for entry in running.entries:
+                job: Job = entry.item
+                job.attempts += entry is at
+                if job.error is None and job.attempts >= ATTEMPTS:
+                    text = f"the worker process ended {ATTEMPTS} times under this request"
+                    job.error = Refused(503, text, "worker_died", retry_seconds=30)
+                    self._end(job, "failed")
+                else:
+                    left.append(entry)
+            self._put_back(left, begun=not running.together)
         wait = min(30.0, 2.0 ** (self._deaths - 2)) if self._deaths > 1 else 0.0  # the longer the more often it died
         asyncio.get_running_loop().call_later(wait, self._start_worker)
+
+
+def _key(entry: Entry) -> tuple[Shape, float]:
+    """Of `Service.shapes`."""
+    job, group = entry.item, entry.group
+    assert isinstance(job, Job)
+    assert isinstance(group, tuple)
+    return job.asked.shape, group[1]

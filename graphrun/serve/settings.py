@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from graphrun.model.problem import Hardware
 
@@ -25,17 +25,18 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """``budgets``: arguments of `graphrun.estimate`, with ``ram`` in bytes. ``folder``: for journals, uploads and pictures.
-    ``limits``: those of `graphrun.limits` that the processes take over. ``keys``: hashes of API keys by name; empty: none is asked
-    for. ``queue_seconds``: the longest predicted wait of a request that is admitted. ``drain_seconds``: of requests after SIGTERM.
+    """``budgets``: arguments of `graphrun.estimate`, with ``ram`` in bytes. ``hardware``: of each device, the first is main.
+    ``folder``: for journals, uploads and pictures. ``limits``: those of `graphrun.limits` that the processes take over. ``keys``:
+    hashes of API keys by name; empty: none is asked for. ``queue_seconds``: the longest predicted wait of a request that is
+    admitted. ``drain_seconds``: of requests after SIGTERM.
     """
 
     graphs: tuple[Path, ...]
     trust: tuple[str, ...]
     budgets: Mapping[str, Any]
-    hardware: Hardware
+    hardware: tuple[Hardware, ...]
     cache: Path
-    reuse: str
+    reuse: Literal["encoded", "all", "none"]
     folder: Path
     limits: Mapping[str, int]
     version: str

@@ -6,7 +6,6 @@ from which another worker resumes it.
 
 from __future__ import annotations
 
-import io
 import sys
 import time
 import traceback
@@ -20,8 +19,6 @@ from graphrun import api
 from graphrun.errors import BrokenPlan, GraphrunError, OutOfMemory, TransferFailed
 from graphrun.serve.settings import Settings
 
-PREVIEW_SECONDS = 0.5  # at least, from one preview to the next
-
 Group = tuple[str, float]
 """Name of a graph, and its share of the budgets (`graphrun.serve.shares`)."""
 
@@ -31,7 +28,8 @@ class Cancelled(GraphrunError):
 
 
 def work_forever(connection: Connection, settings: Settings) -> None:
-    """Until ``stop``: answers ``run`` (see `Worker.run`) with ``step`` and then ``done``, ``failed`` or ``cancelled``.
+    """Until ``stop``: answers ``run`` (see `Worker.run`) with ``step`` and then ``done``, ``failed`` or ``cancelled``, and
+    ``run_together`` as `Worker.run_together` says.
 
     ``cancel`` (id) may come in between.
     """
@@ -41,8 +39,8 @@ def work_forever(connection: Connection, settings: Settings) -> None:
         try:
             while (message := connection.recv())[0] != "stop":
                 kind, content = message
-                if kind == "run":
-                    runner.submit(worker.run, **content)
+                if kind in ("run", "run_together"):
+                    runner.submit(getattr(worker, kind), **content)
                 else:
                     worker.cancelled.add(content["id"])
         finally:  # the server may have ended
@@ -59,9 +57,9 @@ class Worker:
         self._held_bytes: dict[Group, int] = {}  # by each session on the device, between its runs
         self._began = time.monotonic()
         self.cancelled: set[str | None] = set()
-        from graphrun.runtime.devices.open import open_hardware
+        from graphrun.runtime.devices.open import open_devices
 
-        self._device = open_hardware(settings.hardware)
+        self._device = open_devices(settings.hardware)
 
     @property
     def clock_seconds(self) -> float:
@@ -73,9 +71,9 @@ class Worker:
         """Runs a request (arguments of `_made`) in the session of ``group``, and sends how it ended."""
         try:
             made = self._made(id, group, **asked)
-            self._send("done", id=id, clock_seconds=self.clock_seconds, **made)
+            self._tell("done", id=id, **made)
         except Cancelled:
-            self._send("cancelled", id=id, clock_seconds=self.clock_seconds)
+            self._tell("cancelled", id=id)
         except (OutOfMemory, TransferFailed) as error:
             self._fail(id, 503, error)
         except BrokenPlan as error:
@@ -92,7 +90,7 @@ class Worker:
     def _fail(self, id: str, status: int, error: BaseException) -> None:
         print(f"graphrun: request {id}: {error}", file=sys.stderr)  # noqa: T201 (the server's log)
         shown = str(error) if isinstance(error, GraphrunError) else "the run failed; the server's log has the reason"
-        self._send("failed", id=id, status=status, message=shown, clock_seconds=self.clock_seconds)
+        self._tell("failed", id=id, status=status, message=shown)
 
     def _made(
         self,
@@ -107,18 +105,53 @@ class Worker:
         beside: Collection[Group],
     ) -> dict[str, Any]:
         """Runs ``graph`` within ``budgets``. Sessions of groups other than ``beside`` give up their memory first."""
-        from graphrun.report.outputs import made_of, save_outputs
+        from graphrun.serve.together import Asked, Keeper, Measured, saved
 
         self._release(group, beside)
         session = self._session(group, inputs, budgets)
-        before = session.current
-        journal = Keeper(folder, inputs, lambda **content: self._step(id, content), preview)
+        before, asked, measured = session.current, Asked(id, 0, inputs, folder, suffix, preview), Measured()
+        journal = Keeper(asked, lambda **content: self._tell("step", id=id, **content))
         trace = session.run(inputs, progress=lambda *_: self._refuse_cancelled(id), journal=journal)
         solution = session.current or session.solution
-        about = made_of(graph, inputs, solution.problem.digest, self._settings.version)
-        pictures = {name: value for name, value in trace.outputs.items() if self._graphs[graph].kinds()[name] == "image"}
-        files = save_outputs(pictures, folder / f"picture{suffix}", made_of=about)
-        return {"files": files, **_measured(trace, solution, solution is before, self._others_bytes(group))}
+        measured.add(trace, solution, solution is before, self._others_bytes(group))
+        return saved(asked, trace.outputs, self._graphs[graph], self._settings.version, measured, solution.problem.digest)
+
+    def run_together(
+        self,
+        runs: list[dict[str, Any]],
+        group: Group,
+        graph: str,
+        segments: tuple[tuple[str, ...], ...],
+        budgets: Mapping[str, int],
+        beside: Collection[Group],
+    ) -> None:
+        """Runs requests of one shape stage by stage (`graphrun.serve.together`), and sends ``together`` when that has ended."""
+        from graphrun.serve.together import Asked, run_together
+
+        try:
+            self._release(group, beside)
+            inputs = runs[0]["inputs"]
+            with self._session(group, inputs, budgets).lend(inputs) as host:
+                run_together(
+                    [Asked(**of) for of in runs],
+                    self._graphs[graph],
+                    segments,
+                    self._arguments(budgets),
+                    host,
+                    self._settings.reuse,
+                    self._tell,
+                    lambda id: not self.cancelled.isdisjoint((id, None)),
+                    self._settings.version,
+                    self._others_bytes(group),
+                )
+        except GraphrunError as error:  # each runs by itself then, and is told its own reason
+            print(f"graphrun: {len(runs)} runs together: {error}", file=sys.stderr)  # noqa: T201 (the server's log)
+        except BaseException:  # noqa: BLE001 (the next request must run)
+            traceback.print_exc()
+        finally:
+            self._held_bytes[group] = self._device.allocated_bytes - self._others_bytes(group)
+            self.cancelled.difference_update([of["id"] for of in runs])
+            self._tell("together", id=runs[0]["id"])
 
     def _others_bytes(self, group: Group) -> int:
         return sum(nbytes for other, nbytes in self._held_bytes.items() if other != group)
@@ -134,65 +167,18 @@ class Worker:
 
         if group not in self._sessions:
             settings = self._settings
-            arguments: dict[str, Any] = {**settings.budgets, **budgets, "hardware": settings.hardware, "device": self._device}
-            arguments |= {"cache": settings.cache, "reuse": settings.reuse}
-            self._sessions[group] = Session(self._graphs[group[0]], inputs=inputs, **arguments)
+            arguments = self._arguments(budgets)
+            self._sessions[group] = Session(self._graphs[group[0]], inputs=inputs, reuse=settings.reuse, **arguments)
         return self._sessions[group]
 
-    def _step(self, id: str, content: dict[str, Any]) -> None:
-        self._send("step", id=id, clock_seconds=self.clock_seconds, **content)
+    def _arguments(self, budgets: Mapping[str, int]) -> dict[str, Any]:
+        settings = self._settings
+        own = {"hardware": settings.hardware, "device": self._device, "cache": settings.cache}
+        return {**settings.budgets, **budgets, **own}
+
+    def _tell(self, kind: str, **content: Any) -> None:
+        self._send(kind, clock_seconds=self.clock_seconds, **content)
 
     def _refuse_cancelled(self, id: str) -> None:
         if not self.cancelled.isdisjoint((id, None)):
             raise Cancelled("cancelled")
-
-
-class Keeper:
-    """A journal of loops (`graphrun.ops.steps.Journal`) in ``folder`` that tells each step, with a preview where that is wanted."""
-
-    def __init__(self, folder: Path, inputs: Mapping[str, Any], tell: Callable[..., None], preview: bool) -> None:
-        from graphrun.batch.journal import RequestJournal
-
-        self._journal, self._tell, self._preview = RequestJournal(folder), tell, preview
-        self._aspect = float(inputs.get("height") or 1) / float(inputs.get("width") or 1)
-        self._shown = 0.0
-
-    def state(self, stage: str) -> Any:
-        """The state that a worker saved which ended in the middle of the request."""
-        return self._journal.state(stage)
-
-    def wants(self, stage: str, done: int, steps: int) -> bool:
-        """Tells the step. A loop resumes with two steps or more (`graphrun.Session.submit`)."""
-        self._tell(stage=stage, done=done, steps=steps)
-        return done <= steps - 2
-
-    def save(self, stage: str, state: Any) -> None:
-        """Saves ``state``, and shows it."""
-        self._journal.save(stage, state)
-        if self._preview and time.monotonic() - self._shown >= PREVIEW_SECONDS:
-            from graphrun.report.preview import preview_of
-
-            self._shown, file = time.monotonic(), io.BytesIO()
-            preview_of(state.latents, self._aspect).save(file, format="PNG")
-            self._tell(stage=stage, done=state.done, steps=state.steps, preview=file.getvalue())
-
-
-def _measured(trace: Any, solution: Any, again: bool, others_bytes: int) -> dict[str, Any]:
-    """What the run took, in all and by stage, beside what was planned; seconds of the device's clock. Peaks are of the device, with
-    ``others_bytes`` of other sessions."""
-    simulation, stage_of = solution.simulation, {phase.name: phase.stage for phase in solution.chosen.phases}
-    planned = simulation.again if again and simulation.again else simulation.slots
-    seconds: dict[str, list[float]] = {}
-    for slots, column in ((planned, 0), (trace.slots, 1)):
-        for slot in slots:
-            if (stage := stage_of.get(slot.phase)) is not None:
-                took = slot.seconds if column == 0 else slot.end_seconds - slot.start_seconds
-                seconds.setdefault(stage, [0.0, 0.0])[column] += took
-    overhead_bytes = solution.problem.overhead_bytes - solution.problem.reserve_bytes
-    return {
-        "stages": {stage: tuple(pair) for stage, pair in seconds.items()},
-        "seconds": (sum(slot.seconds for slot in planned), trace.seconds),
-        "peak_bytes": (overhead_bytes + others_bytes + simulation.peak_bytes, overhead_bytes + trace.peak_bytes),
-        "plan": solution.plan.digest,
-        "notes": trace.notes,
-    }

@@ -22,7 +22,14 @@ import pytest
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 KEY = "a key for tests"
-SMALL = (("default: 128", "default: 32"), ("default: 4,", "default: 3,"), ("default: 64,", "default: 16,"))
+SMALL = {
+    "flux-tiny.yaml": (("default: 128", "default: 32"), ("default: 4,", "default: 3,"), ("default: 64,", "default: 16,")),
+    "configs/tiny-flux-transformer.json": (
+        ('"num_layers": 4', '"num_layers": 1'),
+        ('"num_single_layers": 8', '"num_single_layers": 3'),
+    ),
+    "configs/tiny-t5.json": (('"num_layers": 6', '"num_layers": 2'),),
+}
 
 
 @dataclass
@@ -68,14 +75,15 @@ def _quietly(holds: Callable[[], Any]) -> Any:
 def serving(folder: Path, *options: str, names: tuple[str, ...] = ("flux-tiny",)) -> Iterator[Server]:
     """A server of small graphs in ``folder``, ready; killed at the end with its processes."""
     shutil.copytree(GRAPHS, folder / "graphs", dirs_exist_ok=True)
-    for path in (folder / "graphs").glob("flux-tiny.yaml"):
-        text = path.read_text()
-        for old, new in SMALL:
+    for name, changes in SMALL.items():
+        text = (folder / "graphs" / name).read_text()
+        for old, new in changes:
+            assert old in text
             text = text.replace(old, new)
-        path.write_text(text)
+        (folder / "graphs" / name).write_text(text)
     (folder / "keys").write_text(f"tester {hashlib.sha256(KEY.encode()).hexdigest()}\n")
     graphs = [str(folder / "graphs" / f"{name}.yaml") for name in names]
-    budgets = ["--vram", "6M", "--ram", "8G", "--device", "sim", "--port", "0", "--keys", str(folder / "keys")]
+    budgets = ["--vram", "2M", "--ram", "8G", "--device", "sim", "--port", "0", "--keys", str(folder / "keys")]
     command = [sys.executable, "-c", "from graphrun.cli.main import main; main()", "serve", *graphs, *budgets, *options]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -14,7 +14,7 @@ import pytest
 from graphrun.serve import server
 from graphrun.serve.child import Child
 
-HOSTILE = "\x1b]0;owned\x07 \u202etxt\u2069 \x9b31m"
+HOSTILE = "\x1b]0;owned\x07 \u202etxt\u2069 \x9b31m\ngraphrun: forged"
 
 
 def tells(connection: Connection, settings: Any) -> None:
@@ -46,6 +46,7 @@ def test_whatever_a_process_of_the_server_writes_has_escapes(capfd: Any) -> None
     for way in ("print", "stderr", "logging", "warning", "RuntimeError: error"):
         assert f"{way} \\x1b]0;owned\\x07 \\u202etxt" in told
     assert not {"\x1b", "\x07", "\u202e", "\u2069", "\x9b"} & set(told)
+    assert not [line for line in told.splitlines() if line.startswith("graphrun:")], "an entry that nobody wrote"
 
 
 def test_so_has_what_the_server_itself_writes(capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,3 +62,4 @@ def test_so_has_what_the_server_itself_writes(capfd: Any, monkeypatch: pytest.Mo
     told = "".join(capfd.readouterr())
     assert "\\x1b]0;owned" in told
     assert not {"\x1b", "\x07", "\u202e", "\u2069", "\x9b"} & set(told)
+    assert "31m\\ngraphrun: forged" in told

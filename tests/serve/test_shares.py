@@ -104,7 +104,7 @@ def test_sessions_in_shares_find_their_weights_and_keep_to_the_budget(tmp_path: 
 
     budgets = {"vram": 12 * 2**20, "ram": 2**33}
     graphs = (Path("flux-tiny"), Path("flux-schnell-tiny"))
-    settings = Settings(graphs, (), budgets, hardware("sim"), tmp_path / "cache", "none", tmp_path, {}, "1")
+    settings = Settings(graphs, (), budgets, (hardware("sim"),), tmp_path / "cache", "none", tmp_path, {}, "1")
     worker = Worker(settings, told := Told())
     problem = graphrun.estimate(graphrun.load(graphs[0]), **budgets, inputs=SMALL, hardware="sim", cache=settings.cache)
     halves = share_of(problem, 0.5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from graphrun.errors import InputError
 from graphrun.model.allocator import Caching
 from graphrun.model.problem import Hardware, Problem
@@ -13,9 +15,13 @@ def open_device(problem: Problem, *, check_ordering: bool = False) -> Device:
 
     Raises InputError if there is none.
     """
-    device = open_hardware(problem.hardware, check_ordering=check_ordering)
-    pairs = enumerate(problem.helpers, 1)
-    return device.with_helpers([open_hardware(of.hardware, number, device) for number, of in pairs])
+    return open_devices([problem.hardware, *(of.hardware for of in problem.helpers)], check_ordering=check_ordering)
+
+
+def open_devices(cards: Sequence[Hardware], *, check_ordering: bool = False) -> Device:
+    """The first of ``cards``, with the others as its helpers. Raises InputError where one is missing."""
+    device = open_hardware(cards[0], check_ordering=check_ordering)
+    return device.with_helpers([open_hardware(of, number, device) for number, of in enumerate(cards[1:], 1)])
 
 
 def open_hardware(hardware: Hardware, number: int = 0, beside: Device | None = None, *, check_ordering: bool = False) -> Device:
