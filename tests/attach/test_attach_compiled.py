@@ -4,6 +4,7 @@ On the CPU as a device of the executor, since there is a compiler for it."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -43,14 +44,20 @@ class Cpu(CpuDevice):
 
 
 class Compilations:
-    """A compiler that counts, and runs what it was given as it is."""
+    """A compiler that counts, and runs what it was given as it is, or as Inductor compiles it."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, inductor: bool = False) -> None:
+        self.count, self.inductor = 0, inductor
+        if inductor and not (shutil.which("g++") or shutil.which("clang++")):
+            pytest.skip("Inductor needs a C++ compiler for the CPU: g++ or clang++")
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
         self.count += 1
-        return graph.forward
+        if not self.inductor:
+            return graph.forward
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(graph, inputs)
 
 
 @pytest.fixture(autouse=True)
@@ -96,12 +103,14 @@ def plain_calls(change: Callable[[Any, Any], None], backend: Any, count: int) ->
     return found
 
 
-@pytest.mark.parametrize("case", sampled(CASES, ["streamed, compiled while attached"], "warm"))
+@pytest.mark.parametrize(
+    "case", sampled([*CASES, *(f"{case}, Inductor" for case in CASES)], ["streamed, compiled while attached"], "warm")
+)
 def test_blocks_are_compiled_as_often_as_those_of_the_plain_pipeline(case: str) -> None:
     """Two sizes in turn, so that blocks are compiled for the second, too."""
-    options, change, first = CASES[case]
-    plain, own = Compilations(), Compilations()
-    want = plain_calls(change, plain, 4)
+    options, change, first = CASES[case.removesuffix(", Inductor")]
+    plain, own = (Compilations(case.endswith("Inductor")) for _ in range(2))
+    want = plain_calls(change, plain, 20 if plain.inductor else 4)
     pipe = FLUX.build()
     if first == "compiled":
         change(pipe, own)
@@ -160,9 +169,9 @@ GRANTED: dict[str, Any] = {"vram": "1G", "ram": "8G", "hardware": "sim", "allow"
 
 
 @pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> Compilations:
-    """The compiler of every module that is compiled without naming one."""
-    found, plain = Compilations(), torch.nn.Module.compile
+def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Compilations:
+    """The compiler of every module that is compiled without naming one; Inductor where the parameter says so."""
+    found, plain = Compilations(getattr(request, "param", False)), torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **more: plain(module, **{"backend": found, **more}))
     return found
 
@@ -193,15 +202,16 @@ def plain_pictures(graph: Any, count: int) -> list[Any]:
 
 @pytest.mark.sweep("warm")
 @pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("compiler", [False, True], indirect=True, ids=["counted", "Inductor"])
 def test_a_session_compiles_the_blocks_that_the_graph_asks_for_once(
     edited: Callable[..., Any], compiler: Compilations, streamed: bool
 ) -> None:
     graph = edited("flux-tiny", ASKING)
-    want = plain_pictures(graph, 4)
+    want = plain_pictures(graph, 20 if compiler.inductor else 4)
     counted, compiler.count = compiler.count, 0
     demands = {"exclude": ["transformer"]} if streamed else {}
     with graphrun.Session(graph, inputs=SMALL, device=Cpu(), **GRANTED, **demands) as session:
-        traces = [session.run(sized(number)) for number in range(4)]
+        traces = [session.run(sized(number)) for number in range(len(want))]
     assert [trace.outputs["image"].tobytes() for trace in traces] == [image.tobytes() for image in want]
     assert any(event.kind == "stream" for event in traces[-1].events) == streamed
     assert compiler.count == counted > 0
