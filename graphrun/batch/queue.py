@@ -321,5 +321,6 @@ class _Runner:
             choices = choices_of(segment.solution)
             entries |= {f"variant of {name}": " on the ".join(variant) for name, variant in choices.variants.items()}
             entries |= {f"option of {name}": option for name, option in choices.options.items()}
+            entries |= {"blocks": "compiled"} if choices.compiled else {}
         settings = " ".join(f"{name}={value}" for name, value in self.problem.settings)
         self.context.journal.require(entries, f"choices {settings}")

@@ -69,7 +69,9 @@ class Asked:
     runs: Annotated[int, typer.Option(help="Plan a session of this many runs: a cold first one, then warm ones.", min=1)] = 1
     allow: Annotated[
         Names,
-        typer.Option(help="What may change the output: precision, int8, nf4, cpu, tiling, split. Repeatable.", show_default=False),
+        typer.Option(
+            help="What may change the output: precision, int8, nf4, cpu, tiling, split, compile. Repeatable.", show_default=False
+        ),
     ] = None
     keep: Annotated[
         Names, typer.Option(help="A component that stays from its first use to the end. Repeatable.", show_default=False)

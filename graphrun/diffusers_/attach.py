@@ -59,7 +59,7 @@ from graphrun.report.call_screen import call_screen
 from graphrun.report.screen import measured_screen, plan_screen
 from graphrun.report.summary import summarize
 from graphrun.runtime.devices.device import Device, device_lock
-from graphrun.runtime.executor import follow
+from graphrun.runtime.executor import follow, refuse_broken
 from graphrun.sim.autocast import dtype_on
 from graphrun.solve.solve import solve
 from graphrun.solve.transitions import continued
@@ -397,7 +397,7 @@ class Attachment:
         beside_bytes = host.held_bytes(besides=used)
         host.wake()
         try:
-            trace = follow(solution, host, device, work, replan=replan, handed_out=handed_out)
+            trace = follow(solution, host, device, work, replan=replan, handed_out=handed_out, checked=True)
         finally:
             host.rest(used)
         self._settings = self._present_settings()  # what the call itself changed is no change
@@ -416,7 +416,9 @@ class Attachment:
         own = {numbers.name: found[numbers.name] for numbers in solution.problem.components if numbers.name in found}
         key = solution.problem.digest, tuple(own.items())
         if key not in self._continued:
-            self._continued[key] = continued(solution, own)
+            self._continued[key] = found_there = continued(solution, own)
+            if found_there is not solution:
+                refuse_broken(found_there)
         return self._continued[key]
 
     def make_room(self, solution: Solution, used: Collection[str]) -> None:
@@ -489,6 +491,7 @@ class Attachment:
             dry_run, entry_signatures = self._dry_runs[key.without_reserve]
             problem = self.problem(dry_run.recording, reserve_bytes, stored=dry_run.profiles)
             solution = self._solutions.get(problem.digest) or self.solve(problem)
+            refuse_broken(solution)  # once for all calls
             self._solutions[problem.digest] = solution
             found = self._plans[key] = PlannedCall(entry_signatures, solution, meta_pipeline.prober.traces)
         return found

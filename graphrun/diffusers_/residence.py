@@ -262,7 +262,8 @@ class Leftovers:
     def __init__(self, pipe: Any, modules: Mapping[str, nn.Module], device: torch.device) -> None:
         self._pipe, self._modules, self._device = pipe, modules, device
         children = [child for module in modules.values() for child in module.modules()]
-        helpers = (value for child in children for value in vars(child).values() if may_hold(value))
+        attributes = (value for child in children for key, value in vars(child).items() if key not in MODULE_ATTRIBUTES)
+        helpers = filter(may_hold, attributes)
         self._weights = {child: {*child._parameters, *child._buffers} for child in children}
         self._caches = [HeldAttributes(holder) for holder in {id(h): h for h in (*children, *helpers)}.values()]
         self._kept: Any = WeakTensorKeyDictionary()  # used as a set; holds no tensor alive
@@ -303,7 +304,7 @@ class Leftovers:
 
 def device_bytes(value: Any, device: torch.device, besides: Any = ()) -> int:
     """Bytes on ``device`` of the storages of tensors in ``value``, without those that ``besides`` shares."""
-    known = _storages(besides, device)
+    known = _storages(besides, device) if besides else {}
     return sum(nbytes for key, nbytes in _storages(value, device).items() if key not in known)
 
 

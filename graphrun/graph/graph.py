@@ -61,7 +61,7 @@ class Component:
     weights made from ``seed``. ``variant`` selects among a folder's files (``fp16``); ``gguf`` is the file of precision gguf.
     ``loras`` are fused into the weights of both. ``config`` is the class's configuration if ``has_config``; ``{}`` means the
     constructor's defaults. ``precision``: the first is the default, the others must be allowed. ``backing_store``: the kinds that
-    may hold the master copy; empty: any that can. ``where`` is ``file:line``.
+    may hold the master copy; empty: any that can. ``compile``: ``blocks`` asks for compiled blocks. ``where`` is ``file:line``.
     """
 
     name: str
@@ -77,6 +77,7 @@ class Component:
     variant: str = ""
     gguf: str = ""
     ip_adapters: tuple[Adapter, ...] = ()
+    compile: str = ""
     where: str = field(default="", compare=False)
 
     def source_in(self, precision: str) -> str | None:
@@ -89,6 +90,10 @@ class Component:
         if precision not in self.precision or (device == "cpu" and precision != self.precision[0]):
             return None
         return "cpu" if device == "cpu" else "" if precision == self.precision[0] else precision
+
+    def is_compiled(self, allow: Collection[str]) -> bool:
+        """Whether a run compiles its blocks: the graph asks for it, and it is in ``allow``."""
+        return bool(self.compile) and "compile" in allow
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +325,8 @@ class Graph:
         """
         precisions = {precision for component in self.components.values() for precision in component.precision[1:]}
         options = {stage.permission(option) or "" for stage in self.stages for option in stage.options} - {""}
-        known = sorted({*precisions, *options, "cpu"})
+        compiled = {"compile"} if any(component.compile for component in self.components.values()) else set[str]()
+        known = sorted({*precisions, *options, *compiled, "cpu"})
         asked = [name.strip() for text in names for name in text.split(",")]
         if unknown := [name for name in asked if name not in known and name != "precision"]:
             raise InputError(f"allow {', '.join(unknown)}: this graph knows {', '.join((*known, 'precision'))}")
@@ -431,6 +437,7 @@ class Graph:
                     c.dtype,
                     *c.precision,
                     *([c.backing_store] if c.backing_store else []),
+                    *([c.compile] if c.compile else []),
                     *(_header_digest(Path(adapter.file)) for adapter in c.ip_adapters),
                 ]
                 for c in self.components.values()

@@ -141,6 +141,8 @@ def _sentence(details: ErrorDetails, key: str) -> str:
             return f"{details['loc'][-1]!r} is missing"
         case "literal_error" if key == "graphrun":
             return f"this graphrun reads files of version 1, not {value!r}"
+        case "literal_error" if key == "compile":
+            return f"{value!r} is not known; it is blocks, each compiled by itself, since weights are placed block by block"
         case "literal_error":
             choices = [choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")]
             return f"unknown {key if not key.isdigit() else 'value'} {value!r}{did_you_mean(str(value), choices)}"
@@ -337,6 +339,7 @@ class _Reader:
             backing_store=tuple(spec.backing_store or ()),
             loras=self._adapters((*at, "loras"), spec.loras),
             ip_adapters=self._adapters((*at, "ip_adapters"), spec.ip_adapters),
+            compile=spec.compile or "",
             variant=spec.variant or (self.spec.variant or "" if spec.source is None else ""),
             gguf=self._gguf(at, spec),
             where=self.document.where(at),

@@ -138,6 +138,10 @@ class ComponentSpec(Spec):
     backing_store: list[BackingStore] | None = Field(
         default=None, min_length=1, description="The kinds of memory that may hold the master copy; default: any."
     )
+    compile: Literal["blocks"] | None = Field(
+        default=None,
+        description="Its repeated blocks are compiled (torch.compile), each by itself, where --allow compile is given.",
+    )
     loras: list[LoraSpec] = Field(default_factory=list, description="Fused into the weights, in this order.")
     ip_adapters: list[IpAdapterSpec] = Field(default_factory=list, description="Added to the component, in this order.")
     seed: int = Field(default=0, ge=0, description="Of the random weights a component without a source gets.")

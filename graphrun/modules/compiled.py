@@ -10,7 +10,7 @@ compiled too: hooks run around the outermost compiled module, and classes in it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from torch import nn
@@ -26,6 +26,12 @@ class Handle(Protocol):
 def is_compiled(module: nn.Module) -> bool:
     """Whether calls of ``module`` run code that `torch.compile` made for it."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def compile_blocks(module: nn.Module, paths: Iterable[str]) -> None:
+    """Compiles the submodules ``paths`` of ``module``, each by itself, when it is first called. Those with equal code share it."""
+    for path in paths:
+        module.get_submodule(path).compile()
 
 
 def outermost_compiled(module: nn.Module, path: str) -> nn.Module:

@@ -24,6 +24,7 @@ DIFFUSERS_HOOKS = "_diffusers_hook"
 
 # Attributes that every module has. None of them is a tensor that a call left behind.
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_WITHOUT_HELPERS = MODULE_ATTRIBUTES | {DIFFUSERS_HOOKS}
 
 
 def memos(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
@@ -35,7 +36,7 @@ def memos(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
     caches = {id(cache): cache for kind in kinds for cache in _caches_of(kind)}
     hooks = [(child, hook) for child in children for hook in child._forward_pre_hooks.values()]
     computed = (_NormalizedWeight(child, hook.name) for child, hook in hooks if isinstance(hook, WeightNorm))
-    attributes = ((key, value) for child in children for key, value in vars(child).items() if key != DIFFUSERS_HOOKS)
+    attributes = ((key, value) for child in children for key, value in vars(child).items() if key not in _WITHOUT_HELPERS)
     helpers = {id(value): value for _, value in attributes if is_helper(value)}
     return *caches.values(), *computed, *map(HeldAttributes, helpers.values())
 

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from itertools import chain, pairwise
 from typing import Any
 
+from graphrun.errors import InputError
 from graphrun.graph.graph import Graph, Reference
 from graphrun.graph.order import read_by
 from graphrun.graph.settings import settings_of
@@ -118,7 +119,12 @@ def _components(graph: Graph, probed: DryRun, hardware: Hardware, limits: Limits
         variants = variants_of(
             graph.components[name], profile, calls[name], hardware, limits.backing_stores, limits.allow, granularity, limits.helpers
         )
-        layers = numbers(name, profile.layer_split, "layers") if profile.layer_split is not None else None
+        compiled = graph.components[name].is_compiled(limits.allow)
+        if compiled and not any(group.streamable for group in profile.groups):
+            what = "has no repeated blocks, and a component is not compiled as a whole, since its weights are placed block by block"
+            raise InputError(f"components.{name}.compile: {name} {what}: leave it out", graph.components[name].where)
+        split = None if compiled else profile.layer_split
+        layers = numbers(name, split, "layers") if split is not None else None
         layers = layers if layers is not None and layers.streamable else None
         return ComponentNumbers(name, profile.parameters, profile.groups, variants, granularity=granularity, layers=layers)
 

@@ -53,16 +53,18 @@ def follow(
     *,
     replan: Replan | None = None,
     handed_out: HandedOut | None = None,
+    checked: bool = False,
 ) -> Trace:
     """Runs ``work`` once by ``solution`` and returns the trace. Its calls into ``host.modules`` advance the plan.
 
     ``work`` computes on ``device.torch_device``. When it makes a call that the plan does not have, ``replan`` supplies the next
     plan; without ``replan``, or when the run ends before the plan, BrokenPlan is raised. ``handed_out`` returns the bytes of those
-    outputs that the caller receives on the device. What the plan of a session keeps stays on the device, for a plan that finds it
-    there; after an error, nothing does. Other errors as for `graphrun.runtime.recovery.execute`; an error of ``work``'s own code is
-    raised unchanged.
+    outputs that the caller receives on the device. ``checked``: the caller has checked the solution (`refuse_broken`). What the
+    plan of a session keeps stays on the device, for a plan that finds it there; after an error, nothing does. Other errors as for
+    `graphrun.runtime.recovery.execute`; an error of ``work``'s own code is raised unchanged.
     """
-    refuse_broken(solution)
+    if not checked:
+        refuse_broken(solution)
     with contextlib.ExitStack() as stack:
         session = stack.enter_context(Session(solution, host, device, replan=replan, handed_out=handed_out))
         trace = session.run(work, progress)

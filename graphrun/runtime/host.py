@@ -17,6 +17,7 @@ from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
 from graphrun.model.problem import ComponentNumbers, Granularity, Problem, Variant
 from graphrun.modules.build import build_part, draft, meta_modules
+from graphrun.modules.compiled import compile_blocks
 from graphrun.modules.dtype_variants import DtypeVariants
 from graphrun.modules.memos import HeldAttributes, memos
 from graphrun.modules.precisions import QUANTIZED
@@ -93,6 +94,8 @@ class Host:
             elif numbers.name in used:
                 component, precision = graph.component(numbers.name), numbers.variants[0].precision
                 module, writer = draft(component, graph, precision)
+                if component.is_compiled(problem.allow):
+                    compile_blocks(module, (path for k in numbers.groups if k.streamable for path in k.blocks))
                 host._add(module, numbers, device, writer)
                 if (origin := origin_of(component, precision)) is not None:
                     host.sources = (*host.sources, origin)

@@ -4,6 +4,7 @@ On the CPU as a device of the executor, since there is a compiler for it."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,13 +14,16 @@ from typing import Any
 import pytest
 import torch
 from campaign import sampled
+from diffusers import FluxPipeline
 from test_attach_pipelines import equal, weight_bytes
 from tiny_pipelines import Case, cases
 
 import graphrun
+from graphrun.batch.cache.keys import Keys
 from graphrun.diffusers_.attach import Attachment
-from graphrun.errors import InputError
+from graphrun.errors import GraphError, InputError, PlanError
 from graphrun.model.problem import BlockGroup
+from graphrun.modules.build import build, build_part
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.runtime.host import Host
 from graphrun.runtime.residency import Residency
@@ -40,14 +44,20 @@ class Cpu(CpuDevice):
 
 
 class Compilations:
-    """A compiler that counts, and runs what it was given as it is."""
+    """A compiler that counts, and runs what it was given as it is, or as Inductor compiles it."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, inductor: bool = False) -> None:
+        self.count, self.inductor = 0, inductor
+        if inductor and not (shutil.which("g++") or shutil.which("clang++")):
+            pytest.skip("Inductor needs a C++ compiler for the CPU: g++ or clang++")
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
         self.count += 1
-        return graph.forward
+        if not self.inductor:
+            return graph.forward
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(graph, inputs)
 
 
 @pytest.fixture(autouse=True)
@@ -93,12 +103,14 @@ def plain_calls(change: Callable[[Any, Any], None], backend: Any, count: int) ->
     return found
 
 
-@pytest.mark.parametrize("case", sampled(CASES, ["streamed, compiled while attached"], "warm"))
+@pytest.mark.parametrize(
+    "case", sampled([*CASES, *(f"{case}, Inductor" for case in CASES)], ["streamed, compiled while attached"], "warm")
+)
 def test_blocks_are_compiled_as_often_as_those_of_the_plain_pipeline(case: str) -> None:
     """Two sizes in turn, so that blocks are compiled for the second, too."""
-    options, change, first = CASES[case]
-    plain, own = Compilations(), Compilations()
-    want = plain_calls(change, plain, 4)
+    options, change, first = CASES[case.removesuffix(", Inductor")]
+    plain, own = (Compilations(case.endswith("Inductor")) for _ in range(2))
+    want = plain_calls(change, plain, 20 if plain.inductor else 4)
     pipe = FLUX.build()
     if first == "compiled":
         change(pipe, own)
@@ -147,3 +159,104 @@ def test_a_component_compiled_as_a_whole_is_refused_with_what_to_do(whole: Any) 
     pipe.transformer = whole(pipe.transformer)
     with pytest.raises(InputError, match=r"transformer is compiled as a whole.*compile_repeated_blocks\(fullgraph=True\)"):
         attach(pipe)
+
+
+# -- compile: blocks in graph files
+
+ASKING = ("tiny-flux-transformer.json, dtype: bfloat16}", "tiny-flux-transformer.json, dtype: bfloat16, compile: blocks}")
+SMALL = {"height": 32, "width": 32, "steps": 2, "max_sequence_length": 16}
+GRANTED: dict[str, Any] = {"vram": "1G", "ram": "8G", "hardware": "sim", "allow": ["compile"]}
+
+
+@pytest.fixture
+def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Compilations:
+    """The compiler of every module that is compiled without naming one; Inductor where the parameter says so."""
+    found, plain = Compilations(getattr(request, "param", False)), torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **more: plain(module, **{"backend": found, **more}))
+    return found
+
+
+def plain_pipeline(graph: Any) -> Any:
+    parts = {name: build(component, graph) for name, component in graph.components.items()}
+    return FluxPipeline(**parts, **{name: build_part(part, graph) for name, part in graph.parts.items()})
+
+
+def sized(number: int) -> dict[str, Any]:
+    return {**SMALL, "height": 32 + 16 * (number % 2), "seed": number, "prompt": f"take {number}"}
+
+
+def plain_pictures(graph: Any, count: int) -> list[Any]:
+    """Pictures of the pipeline with compiled blocks, without graphrun."""
+    pipe = plain_pipeline(graph)
+    pipe.set_progress_bar_config(disable=True)
+    for blocks in (pipe.transformer.transformer_blocks, pipe.transformer.single_transformer_blocks):
+        for block in blocks:
+            block.compile()
+    found = []
+    for request in map(sized, range(count)):
+        steps, generator = request.pop("steps"), torch.Generator().manual_seed(request.pop("seed"))
+        found.append(pipe(**request, num_inference_steps=steps, generator=generator).images[0])
+    torch.compiler.reset()
+    return found
+
+
+@pytest.mark.sweep("warm")
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("compiler", [False, True], indirect=True, ids=["counted", "Inductor"])
+def test_a_session_compiles_the_blocks_that_the_graph_asks_for_once(
+    edited: Callable[..., Any], compiler: Compilations, streamed: bool
+) -> None:
+    graph = edited("flux-tiny", ASKING)
+    want = plain_pictures(graph, 20 if compiler.inductor else 4)
+    counted, compiler.count = compiler.count, 0
+    demands = {"exclude": ["transformer"]} if streamed else {}
+    with graphrun.Session(graph, inputs=SMALL, device=Cpu(), **GRANTED, **demands) as session:
+        traces = [session.run(sized(number)) for number in range(len(want))]
+    assert [trace.outputs["image"].tobytes() for trace in traces] == [image.tobytes() for image in want]
+    assert any(event.kind == "stream" for event in traces[-1].events) == streamed
+    assert compiler.count == counted > 0
+
+
+def test_nothing_is_compiled_unless_the_caller_allows_what_the_graph_asks_for(
+    edited: Callable[..., Any], compiler: Compilations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asking = ("tiny-clip.json, dtype: bfloat16}", "tiny-clip.json, dtype: bfloat16, compile: blocks}")
+    graph, budgets = edited("flux-tiny", asking), {**GRANTED, "allow": ()}
+    refused = graphrun.plan(graphrun.estimate(graph, inputs=SMALL, **budgets))
+    allowed = graphrun.plan(graphrun.estimate(graph, inputs=SMALL, **GRANTED))
+    monkeypatch.setattr("graphrun.runtime.devices.open.open_device", lambda *_, **__: Cpu())
+    plain = graphrun.run(refused, graph)
+    assert compiler.count == 0
+    graphrun.run(allowed, graph)
+    assert compiler.count > 0
+    monkeypatch.undo()
+    assert allowed.problem.component("text_encoder").layers is None
+    on_sim = graphrun.run(allowed, graph)  # for which there is no compiler
+    assert on_sim.outputs["image"].tobytes() == plain.outputs["image"].tobytes()
+    with pytest.raises(PlanError, match="digest"):
+        graphrun.run(allowed, edited("flux-tiny"))
+
+
+def test_outputs_of_compiled_blocks_are_cached_apart(edited: Callable[..., Any]) -> None:
+    graph = edited("flux-tiny", ASKING)
+    keys = Keys(graph, graph.resolve(SMALL), "sim", str)
+    plain, compiled = keys.candidates("denoise", ["compile"])
+    assert keys.key("denoise", plain) == keys.key("denoise") != keys.key("denoise", compiled)
+    assert keys.key("encode", plain) == keys.key("encode", compiled)
+    own = edited("flux-tiny")
+    assert Keys(own, own.resolve(SMALL), "sim", str).key("denoise") == keys.key("denoise")
+
+
+def test_components_are_not_compiled_as_a_whole(edited: Callable[..., Any]) -> None:
+    whole = r"flux-tiny.yaml:19: components.transformer.compile: 'whole' is not known; it is blocks, .* placed block by block"
+    with pytest.raises(GraphError, match=whole):
+        edited("flux-tiny", (ASKING[0], ASKING[1].replace("blocks", "whole")))
+    graph = edited("flux-tiny")
+    clip = graph.components["text_encoder"]
+    single = replace(clip, config={**clip.config, "num_hidden_layers": 1}, compile="blocks")
+    graph = replace(graph, components={**graph.components, "text_encoder": single})
+    what = r"flux-tiny.yaml:17: components.text_encoder.compile: text_encoder has no repeated blocks.*leave it out"
+    with pytest.raises(InputError, match=what):
+        graphrun.estimate(graph, inputs=SMALL, **GRANTED)
+    with pytest.raises(InputError, match="allow compile: this graph knows cpu, precision"):
+        graphrun.estimate(edited("flux-tiny"), inputs=SMALL, **GRANTED)

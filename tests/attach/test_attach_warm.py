@@ -22,6 +22,7 @@ from graphrun.report.summary import broken_caps
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.sim import Machine
 from graphrun.solve.infeasible import Infeasible
+from graphrun.verify.check import check
 
 CASES = cases()
 SD: Case = CASES["StableDiffusionPipeline"]
@@ -82,6 +83,18 @@ def test_what_fits_is_moved_once_and_the_report_says_what_a_call_finds_and_leave
     assert "finds " in report
     assert "leaves " in report
     assert {p.device.type for p in roomy.pipe.unet.parameters()} == {"cpu"}, "between calls the pipeline may be changed"
+
+
+def test_a_plan_is_checked_once_for_all_calls(roomy: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call's, and that of the calls that find what it left."""
+    checked: list[Any] = []
+    monkeypatch.setattr("graphrun.runtime.executor.check", lambda problem, plan: checked.append(plan) or check(problem, plan))
+    counts = []
+    for _ in range(4):
+        roomy.call()
+        counts.append(len(checked))
+    assert counts[1:] == [2, 2, 2]
+    assert checked[0] != checked[1] == roomy.attached.solution.plan  # type: ignore[union-attr]
 
 
 def test_what_does_not_fit_moves_what_the_plan_says_and_less_than_from_an_empty_device() -> None:

@@ -37,16 +37,19 @@ MOST_CANDIDATES = 16
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The choices of a plan that outputs depend on: component -> (precision, "device" or "cpu"), stage -> option."""
+    """The choices of a plan that outputs depend on: component -> (precision, "device" or "cpu"), stage -> option, and
+    whether the blocks are compiled for which the graph asks that."""
 
     variants: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     options: Mapping[str, str] = field(default_factory=dict)
+    compiled: bool = False
 
 
 def choices_of(solution: Solution) -> Choices:
     """The choices of a plan that outputs depend on."""
     chosen = {component.name: component.variants[0] for component in solution.chosen.components}
-    return Choices({name: (variant.precision, variant.device) for name, variant in chosen.items()}, dict(solution.plan.options))
+    variants = {name: (variant.precision, variant.device) for name, variant in chosen.items()}
+    return Choices(variants, dict(solution.plan.options), "compile" in solution.problem.allow)
 
 
 class Keys:
@@ -78,7 +81,8 @@ class Keys:
             for c in used
         ]
         for chosen in itertools.islice(itertools.product(*variants), MOST_CANDIDATES):
-            yield Choices({component.name: variant for component, variant in zip(used, chosen, strict=True)})
+            for compiled in sorted({False, "compile" in allow}):
+                yield Choices({component.name: variant for component, variant in zip(used, chosen, strict=True)}, compiled=compiled)
 
     def about(self, stage: str) -> str:
         """The inputs that ``stage`` itself reads, as text for people: ``prompt='a lighthouse' steps=28``."""
@@ -102,7 +106,9 @@ class Keys:
             return ["literal", value]
 
         def component(name: str) -> list[Any]:
-            return [self._content(name), *choices.variants.get(name, (self.graph.components[name].precision[0], "device"))]
+            own = self.graph.components[name]
+            compiled = [own.compile] if own.compile and choices.compiled else []
+            return [self._content(name), *choices.variants.get(name, (own.precision[0], "device")), *compiled]
 
         return _digest(
             [
@@ -172,7 +178,7 @@ def code_digest() -> str:
 
 def _declared(component: Component) -> dict[str, Any]:
     """All that the graph declares of a component, except its source files, its backing store and where it is declared."""
-    left_out = ("source", "where", "backing_store", "precision", "loras", "ip_adapters", "gguf")
+    left_out = ("source", "where", "backing_store", "precision", "loras", "ip_adapters", "gguf", "compile")
     return {each.name: getattr(component, each.name) for each in fields(component) if each.name not in left_out}
 
 
