@@ -16,6 +16,7 @@ from graphrun.batch.cache.keys import Keys, choices_of, dependencies
 from graphrun.batch.cache.reuse import Reuse
 from graphrun.batch.journal import Journal, RequestJournal
 from graphrun.batch.requests import Request
+from graphrun.batch.running import Running
 from graphrun.batch.schedule import Schedule, Segment, schedules, segment_of
 from graphrun.batch.waiting import Values
 from graphrun.batch.watch import Watcher
@@ -30,13 +31,22 @@ from graphrun.modules.build import resolve_class
 from graphrun.ops.loops import why_not
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.devices.open import open_device
-from graphrun.runtime.executor import Session, refuse_unfit, stages_for
-from graphrun.runtime.host import Host
-from graphrun.runtime.recovery import run_to_the_end
 from graphrun.trace import Trace
 
 Sink = Callable[[Request, Mapping[str, Any]], Iterable[Path]]
 """Receives the outputs of a finished request, and returns the files it wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A run on a ``device`` of a cluster, in seconds of the clock that all its devices share, from the start of the batch."""
+
+    device: str
+    request: int
+    stages: tuple[str, ...]
+    start_seconds: float
+    end_seconds: float
+    trace: Trace
 
 
 @dataclass(slots=True)
@@ -44,7 +54,7 @@ class Batch:
     """The results of a list of requests.
 
     ``outputs`` and ``errors`` are by request number; outputs that a sink took are not among them. ``done_before``: requests that an
-    earlier process finished.
+    earlier process finished. ``lanes``: the runs on the devices of a cluster; empty where there is one device.
     """
 
     outputs: dict[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -53,10 +63,13 @@ class Batch:
     schedules: list[Schedule] = field(default_factory=list)
     traces: list[tuple[tuple[str, ...], int, Trace]] = field(default_factory=list)  # stages, request number, trace
     shared: dict[str, int] = field(default_factory=dict)  # stage -> runs saved: outputs cached or equal to another request's
+    lanes: list[Lane] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
-        """Seconds of all runs, measured on the device's clock."""
+        """Seconds of all runs, measured on the device's clock; on several devices until the last one is done."""
+        if self.lanes:
+            return max(lane.end_seconds for lane in self.lanes)
         return sum(trace.seconds for _, _, trace in self.traces)
 
     @property
@@ -71,7 +84,8 @@ class BatchContext:
 
     ``estimate(values)`` returns the problem for input values, ``solve`` a plan for it. ``reuse(values)`` returns the output cache
     for them; None: no cache. ``device_name`` is part of the cache keys, since outputs may differ between devices. ``device``: None
-    opens the one of the first problem. ``strict``: raise the error of the first request that fails.
+    opens the one of the first problem. ``strict``: raise the error of the first request that fails. ``elsewhere(graph, requests,
+    context, batch)`` runs requests of equal settings in place of this process.
     """
 
     estimate: Callable[[Mapping[str, Any]], Problem]
@@ -84,6 +98,7 @@ class BatchContext:
     sink: Sink | None
     watcher: Watcher
     strict: bool
+    elsewhere: Callable[[Graph, Sequence[Request], BatchContext, Batch], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,6 +140,9 @@ def run_requests(graph: Graph, requests: Sequence[Request], context: BatchContex
             if request.number not in batch.done_before:
                 by_settings.setdefault(settings_of(graph, request.inputs), []).append(request)
         for same in by_settings.values():
+            if context.elsewhere is not None:
+                context.elsewhere(graph, same, context, batch)
+                continue
             problem = context.estimate(same[0].inputs)
             device = device or open_device(problem)
             _Runner(graph, problem, same, context, device, batch).run()
@@ -146,15 +164,13 @@ def _fingerprint(request: Request) -> str:
     return str(sorted((name, fingerprint(value)) for name, value in request.inputs.items()))
 
 
-class _Runner:
-    """Runs requests with equal settings."""
+class Works:
+    """Requests with equal settings: what is known of them, and what they end with. ``ram_bytes``: for values that wait."""
 
-    def __init__(
-        self, graph: Graph, problem: Problem, requests: Sequence[Request], context: BatchContext, device: Device, batch: Batch
-    ) -> None:
-        self.graph, self.problem, self.context, self.device, self.batch = graph, problem, context, device, batch
+    def __init__(self, graph: Graph, requests: Sequence[Request], context: BatchContext, batch: Batch, ram_bytes: int) -> None:
+        self.graph, self.context, self.batch = graph, context, batch
         self.last = {reference.name for reference in graph.outputs.values()}
-        self.values, self.todo = Values(problem.ram_bytes), [self._work(request) for request in requests]
+        self.values, self.todo = Values(ram_bytes), [self._work(request) for request in requests]
 
     def _work(self, request: Request) -> Unfinished:
         """Its keys tell which requests have equal outputs. Without a cache files are not read: they are equal for all."""
@@ -162,6 +178,70 @@ class _Runner:
         reuse = context.reuse(request.inputs) if context.reuse is not None else None
         keys = Keys(self.graph, request.inputs, context.device_name, str) if reuse is None else reuse.keys
         return Unfinished(request, keys, reuse, context.journal.request(request.number) if context.journal is not None else None)
+
+    def _found(self, work: Unfinished) -> set[str]:
+        """The stages of ``work`` whose outputs are known: in the journal or in the cache. Stores these in ``values``."""
+        found: dict[str, Any] = {}
+        for stage in self.graph.stages:
+            if work.journal is not None and stage.name not in self.last:
+                outputs = work.journal.values(stage.name) or {}
+                found |= {f"{stage.name}.{name}": value for name, value in outputs.items()}
+        if work.reuse is not None:
+            found = work.reuse.find() | found
+        for name, value in found.items():
+            self.values.put(work.request.number, name, value)
+        return {name.partition(".")[0] for name in found}
+
+    def _finish(self, work: Unfinished, outputs: Mapping[str, Any]) -> None:
+        """Stores the ``outputs`` of a run: values for later segments wait; all outputs of the graph together go to the sink."""
+        number = work.request.number
+        for name, value in outputs.items():
+            if name in self.graph.outputs:
+                work.ready[name] = value
+            else:
+                self.values.put(number, name, value)
+        if work.ready.keys() != self.graph.outputs.keys():
+            return
+        files = list[Path]()
+        if self.context.sink is not None:
+            files += self.context.sink(work.request, work.ready)
+        else:
+            self.batch.outputs[number] = work.ready
+        if work.journal is not None:
+            work.journal.finish(files)
+        self.values.drop(number)
+        self.todo.remove(work)
+        self.context.watcher.done(work.request, files)
+
+    def _fail(self, work: Unfinished, error: GraphrunError) -> None:
+        """Records ``error``. The journal stays, so that the same batch can run the request again."""
+        self.batch.errors[work.request.number] = str(error)
+        self.context.watcher.left_out(replace(work.request, error=str(error)))
+        self.values.drop(work.request.number)
+        self.todo.remove(work)
+
+    def _require_choices(self, schedule: Schedule) -> None:
+        """Saves the plans' choices in the journal, or compares them: another precision would give other outputs."""
+        problem = schedule.segments[0].solution.problem
+        if self.context.journal is None or not problem.allow:
+            return
+        entries: dict[str, str] = {}
+        for segment in schedule.segments:
+            choices = choices_of(segment.solution)
+            entries |= {f"variant of {name}": " on the ".join(variant) for name, variant in choices.variants.items()}
+            entries |= {f"option of {name}": option for name, option in choices.options.items()}
+        settings = " ".join(f"{name}={value}" for name, value in problem.settings)
+        self.context.journal.require(entries, f"choices {settings}")
+
+
+class _Runner(Works):
+    """Runs requests with equal settings on one device."""
+
+    def __init__(
+        self, graph: Graph, problem: Problem, requests: Sequence[Request], context: BatchContext, device: Device, batch: Batch
+    ) -> None:
+        super().__init__(graph, requests, context, batch, problem.ram_bytes)
+        self.problem, self.device = problem, device
 
     def run(self) -> None:
         """Runs all requests."""
@@ -184,19 +264,6 @@ class _Runner:
                     group = [work for work in works[begin : begin + schedule.group] if work in self.todo]
                     if distinct := self._distinct(segment.stages, group):
                         self._session(segment, distinct, (BrokenPlan,))
-
-    def _found(self, work: Unfinished) -> set[str]:
-        """The stages of ``work`` whose outputs are known: in the journal or in the cache. Stores these in ``values``."""
-        found: dict[str, Any] = {}
-        for stage in self.graph.stages:
-            if work.journal is not None and stage.name not in self.last:
-                outputs = work.journal.values(stage.name) or {}
-                found |= {f"{stage.name}.{name}": value for name, value in outputs.items()}
-        if work.reuse is not None:
-            found = work.reuse.find() | found
-        for name, value in found.items():
-            self.values.put(work.request.number, name, value)
-        return {name.partition(".")[0] for name in found}
 
     def _resume_loop(self, work: Unfinished, found: set[str]) -> None:
         """Finishes a loop that was interrupted, from its last saved step. ``found``: stages whose outputs are known."""
@@ -228,20 +295,15 @@ class _Runner:
 
         An error of a type in ``failures`` is recorded for all of the list; others are raised.
         """
-        solution, watcher = segment.solution, self.context.watcher
-        refuse_unfit(solution, segment.graph)
+        watcher = self.context.watcher
         watcher.segment(segment, len(todo))
-        host = Host.of_graph(segment.graph, solution.chosen, self.device, self.context.modules)
-        with Session(solution, host, self.device) as session:
+        with Running(segment, self.device, self.context.modules) as running:
             for works in todo:
-                if solution.problem.runs == 1:  # a plan for one run: the next starts with an empty device
-                    session.close()
                 request = works[0].request
-                arguments = self._arguments(segment.graph, works, solution)
-                stages = stages_for(solution.plan, segment.graph, request.inputs, self.device, host, **arguments)
+                arguments = self._arguments(segment.graph, works, segment.solution)
                 progress, tell = watcher.run(segment, request), watcher.planned_again
                 try:
-                    trace = run_to_the_end(solution, stages, host, self.device, progress, tell=tell, session=session)
+                    trace = running.run(request.inputs, progress, tell, **arguments)
                 except failures as error:  # the device is empty again
                     if self.context.strict:
                         raise
@@ -267,34 +329,6 @@ class _Runner:
         precomputed = {name: self.values.get(first.request.number, name) for name in names}
         return {"precomputed": precomputed, "journal": first.journal, "after_stage": after_stage}
 
-    def _finish(self, work: Unfinished, outputs: Mapping[str, Any]) -> None:
-        """Stores the ``outputs`` of a run: values for later segments wait; all outputs of the graph together go to the sink."""
-        number = work.request.number
-        for name, value in outputs.items():
-            if name in self.graph.outputs:
-                work.ready[name] = value
-            else:
-                self.values.put(number, name, value)
-        if work.ready.keys() != self.graph.outputs.keys():
-            return
-        files = list[Path]()
-        if self.context.sink is not None:
-            files += self.context.sink(work.request, work.ready)
-        else:
-            self.batch.outputs[number] = work.ready
-        if work.journal is not None:
-            work.journal.finish(files)
-        self.values.drop(number)
-        self.todo.remove(work)
-        self.context.watcher.done(work.request, files)
-
-    def _fail(self, work: Unfinished, error: GraphrunError) -> None:
-        """Records ``error``. The journal stays, so that the same batch can run the request again."""
-        self.batch.errors[work.request.number] = str(error)
-        self.context.watcher.left_out(replace(work.request, error=str(error)))
-        self.values.drop(work.request.number)
-        self.todo.remove(work)
-
     def _distinct(self, stages: Sequence[str], works: Sequence[Unfinished]) -> list[list[Unfinished]]:
         """Requests whose outputs of ``stages`` are still missing, those with equal outputs in one list."""
         wanted = [str(reference)[1:] for reference in self.graph.part(stages).outputs.values()]
@@ -304,15 +338,3 @@ class _Runner:
                 keys = tuple(work.keys.key(stage) for stage in stages)
                 found.setdefault(keys if all(keys) else work, []).append(work)
         return list(found.values())
-
-    def _require_choices(self, schedule: Schedule) -> None:
-        """Saves the plans' choices in the journal, or compares them: another precision would give other outputs."""
-        if self.context.journal is None or not self.problem.allow:
-            return
-        entries: dict[str, str] = {}
-        for segment in schedule.segments:
-            choices = choices_of(segment.solution)
-            entries |= {f"variant of {name}": " on the ".join(variant) for name, variant in choices.variants.items()}
-            entries |= {f"option of {name}": option for name, option in choices.options.items()}
-        settings = " ".join(f"{name}={value}" for name, value in self.problem.settings)
-        self.context.journal.require(entries, f"choices {settings}")
