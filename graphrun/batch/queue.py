@@ -31,22 +31,10 @@ from graphrun.modules.build import resolve_class
 from graphrun.ops.loops import why_not
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.devices.open import open_device
-from graphrun.trace import Trace
+from graphrun.trace import Lane, Trace
 
 Sink = Callable[[Request, Mapping[str, Any]], Iterable[Path]]
 """Receives the outputs of a finished request, and returns the files it wrote."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """A run on a ``device`` of a cluster, in seconds of the clock that all its devices share, from the start of the batch."""
-
-    device: str
-    request: int
-    stages: tuple[str, ...]
-    start_seconds: float
-    end_seconds: float
-    trace: Trace
 
 
 @dataclass(slots=True)

@@ -211,6 +211,16 @@ def report(
     from graphrun.store import frontier_for
 
     data = read_json(trace, PlanError)
+    if isinstance(data, dict) and "lanes" in data:
+        from graphrun.report.lanes import lanes_in, lanes_page
+
+        try:
+            page = lanes_page(lanes_in(data))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(f"is a damaged trace: {type(error).__name__} {error}", str(trace)) from error
+        planfile.write_text(out, page)
+        echo(f"wrote {out}")
+        return
     traced = isinstance(data, dict) and "events" in data
     solution, _ = planfile.solution_in(data.get("plan") if traced else data, trace)
     planfile.require_writable(out)

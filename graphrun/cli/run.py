@@ -41,6 +41,10 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="Save the run's state beside its output; the same command resumes from it.")
     ] = False,
+    cluster: Annotated[
+        Path | None, typer.Option(help="Run on the devices of this cluster file, with Ray.", show_default=False)
+    ] = None,
+    objective: Annotated[str, typer.Option(help="With --cluster: throughput, or latency.")] = "throughput",
     strict: Annotated[
         bool, typer.Option("--strict", help="Stop at the first broken line of --inputs, before anything runs.")
     ] = False,
@@ -61,15 +65,17 @@ def run(
         asked = replace(asked, set_=[*(asked.set_ or []), f"prompt={prompt}"])
     told, what = None if as_json else say, checked_reuse(reuse)
     cache = cache_folder(asked.no_cache)
-    if inputs is not None or resume:
-        if plan_file is not None or trace_file is not None or preview is not None or check_ordering:
+    if inputs is not None or resume or cluster is not None:
+        traced = trace_file is not None and cluster is None
+        if plan_file is not None or traced or preview is not None or check_ordering:
             single = "--plan, --trace, --preview and --check-ordering"
-            raise InputError(f"{single} are for a single run; leave them out with --inputs and --resume")
+            raise InputError(f"{single} are for a single run; leave them out with --inputs, --resume and --cluster")
         if graph.suffix == ".json":
             raise InputError(f"{graph} is a plan for one run, and --inputs and --resume make their own plans: name the graph")
         from graphrun.cli.batches import run_batch
 
-        many = {"random_weights": random_weights, "cache": cache, "reuse": what}
+        many = {"random_weights": random_weights, "cache": cache, "reuse": what, "trace_file": trace_file}
+        many |= {"cluster": cluster, "objective": objective} if cluster is not None else {}
         run_batch(graph, asked, inputs, output, as_json=as_json, resume=resume, strict=strict, overwrite=overwrite, **many)
         return
     from graphrun.report.outputs import made_of

@@ -10,16 +10,21 @@ import contextlib
 import functools
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from graphrun.batch.cache.pack import pack, unpack
+from graphrun.batch.queue import Batch, BatchContext
+from graphrun.batch.requests import Request
 from graphrun.batch.schedule import Segment
+from graphrun.cluster.flow import Flow, segments_of
 from graphrun.cluster.machines import Cluster, Device
 from graphrun.cluster.placement import Placement
 from graphrun.cluster.worker import LostValue, Report, Worker
 from graphrun.errors import BrokenPlan, InputError
+from graphrun.graph.graph import Graph
 
 RETRIES = 8  # of a run whose actor died
 READY_SECONDS = 60  # that the actors' places may take to be there
@@ -30,12 +35,8 @@ CPUS = 0.001  # of an actor, in Ray's count, so that the cores of the machine se
 @contextlib.contextmanager
 def joined(cluster: Cluster) -> Iterator[Any]:
     """Ray, connected to the cluster at ``cluster.address``; else to one that is started here, and stopped. A connection that the
-    process has is used. Raises InputError where Ray is not installed, or there is none at the address."""
-    try:
-        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-        import ray
-    except ImportError:
-        raise InputError("a cluster runs on Ray, which is not installed: pip install 'graphrun[cluster]'") from None
+    process has is used. Raises InputError where Ray is not installed, or is not at the address."""
+    ray = _imported()
     if ray.is_initialized():
         yield ray
         return
@@ -53,6 +54,15 @@ def joined(cluster: Cluster) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _imported() -> Any:
+    try:
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        import ray.util.scheduling_strategies
+    except ImportError:
+        raise InputError("--cluster runs on Ray, which is not installed: pip install 'graphrun[cluster]'") from None
+    return ray
 
 
 def _gpus(cluster: Cluster) -> int:
@@ -129,7 +139,8 @@ class Actors(contextlib.ExitStack):
     def report(self, ticket: _Ticket) -> Report:
         """Of a run that is done. Raises BrokenPlan where its actor died each time."""
         try:
-            return self._ray.get(ticket.report)
+            found: Report = self._ray.get(ticket.report)
+            return found
         except self._ray.exceptions.RayActorError as error:
             raise BrokenPlan(f"its process died {RETRIES + 1} times: {error}") from None
 
@@ -166,10 +177,33 @@ def _nodes(ray: Any, cluster: Cluster) -> dict[str, str]:
     alive = [node for node in ray.nodes() if node["Alive"]]
     if len(alive) == 1 and (len(cluster.hosts) == 1 or not _gpus(cluster)):
         return {}
-    named = {node[key]: node["NodeManagerAddress"] for key in ("NodeManagerHostname", "NodeManagerAddress", "NodeName") for node in alive}
+    named = {
+        node[key]: node["NodeManagerAddress"] for key in ("NodeManagerHostname", "NodeManagerAddress", "NodeName") for node in alive
+    }
     if missing := [host.name for host in cluster.hosts if host.name not in named]:
         raise InputError(
             f"Ray has no node called {', '.join(missing)}, but {', '.join(sorted(named))}: name the hosts of the cluster file so, or "
             "start a node with ray start --node-name NAME"
         )
     return {host.name: named[host.name] for host in cluster.hosts}
+
+
+class OnCluster(contextlib.ExitStack):
+    """Runs requests of equal settings on ``cluster`` (`graphrun.batch.queue.BatchContext.elsewhere`). A context manager.
+
+    ``objective``, ``cache`` and ``arguments`` are as for `graphrun.cluster.master.place`. Raises InputError where Ray is not installed.
+    """
+
+    def __init__(self, cluster: Cluster, objective: Any, cache: Path | None, arguments: Mapping[str, Any]) -> None:
+        super().__init__()
+        _imported()
+        self._cluster, self._ray = cluster, None
+        self._place = functools.partial(place, cluster=cluster, objective=objective, cache=cache, **arguments)
+
+    def __call__(self, graph: Graph, requests: Sequence[Request], context: BatchContext, batch: Batch) -> None:
+        """Places the stages, starts the actors and runs ``requests``."""
+        placement = self._place(graph, inputs=requests[0].inputs, items=len(requests))
+        if self._ray is None:
+            self._ray = self.enter_context(joined(self._cluster))
+        with Actors(self._ray, segments_of(graph, placement), placement) as crew:
+            Flow(graph, requests, context, batch, placement, crew).run()

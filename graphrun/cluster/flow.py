@@ -3,10 +3,10 @@
     before stage 0    a/0 [encode]    before stage 1    b/0 [denoise decode]    in order
     o o o o o o o ->  o >###> o o  ->       o o     ->       o >###>        ->  o o o
 
-A device that is idle takes the oldest item of those whose values have arrived; at most WAITING wait before it and behind it. What a
-run makes stays where the crew keeps it, until the items that read it are done. Requests with equal inputs of a stage share its run,
-by the keys of the output cache. An item whose values were lost goes back to the stage that makes them; the same inputs make the same
-bits, and an item counts as done once, when its outputs are handed on.
+A device that is idle takes the oldest item of those whose values have arrived; at most WAITING wait before it and behind it. What
+a run makes stays where the crew keeps it, until the items that read it are done. Requests with equal inputs of a stage share its
+run, by the keys of the output cache. An item whose values were lost goes back to the stage that makes them; the same inputs make
+the same bits, and an item counts as done once, when its outputs are handed on.
 
 On simulated devices there is one virtual clock: a run begins when its device is free and its values have arrived over the planned
 links, and takes what the device measured. Elsewhere the clock is the wall's.
@@ -15,6 +15,7 @@ links, and takes what the device measured. Elsewhere the clock is the wall's.
 from __future__ import annotations
 
 import bisect
+import functools
 import heapq
 import itertools
 import time
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from graphrun.batch.cache.keys import choices_of
-from graphrun.batch.queue import Batch, BatchContext, Lane, Unfinished, Works
+from graphrun.batch.queue import Batch, BatchContext, Unfinished, Works
 from graphrun.batch.requests import Request
 from graphrun.batch.schedule import Schedule, Segment
 from graphrun.cluster.machines import Link
@@ -33,6 +34,7 @@ from graphrun.cluster.placement import WAITING, Assignment, Placement, crossing
 from graphrun.cluster.worker import LostValue, Report
 from graphrun.errors import BrokenPlan, GraphrunError, OutOfMemory, PlanError, TransferFailed
 from graphrun.graph.graph import Graph
+from graphrun.trace import Lane
 
 LOSSES = 8  # of values of one item, after which it fails
 
@@ -188,7 +190,7 @@ class Flow(Works):
             post, link = min(able, key=lambda pair: (pair[0].queued, pair[0].assignment.column.steady_seconds))
             post.coming += 1
             self._release(item)
-            self._at(self._arrival(item, post, link), lambda post=post, item=item: self._arrived(post, item))
+            self._at(self._arrival(item, post, link), functools.partial(self._arrived, post, item))
             moved = True
         return moved
 
@@ -230,8 +232,8 @@ class Flow(Works):
         bisect.insort(self.waiting[item.at], item, key=lambda of: of.number)
 
     def _arrival(self, item: _Item, post: _Post, link: Link) -> float:
-        """When the values of ``item`` are at the host of ``post``: each takes its turn on the link. What is at hand is there now, and
-        so is, on the wall's clock, what the crew has yet to move."""
+        """When the values of ``item`` are at the host of ``post``: each takes its turn on the link. What is at hand is there now; so
+        is, on the wall's clock, what the crew has yet to move."""
         if not self.virtual or not item.host:
             return self.clock
         way = item.host, post.assignment.device.host
@@ -277,7 +279,7 @@ class Flow(Works):
                 post, item, made, start = self.running.pop(ticket)
                 report = self._report(ticket)
                 end = start + report.seconds if self.virtual else time.monotonic() - self.start_seconds
-                self._at(end, lambda ended=(post, item, made, ticket, report, start): self._ended(*ended))
+                self._at(end, functools.partial(self._ended, post, item, made, ticket, report, start))
         self.clock, _, happens = heapq.heappop(self.events)
         happens()
 

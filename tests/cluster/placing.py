@@ -8,8 +8,11 @@ from typing import Any
 
 import graphrun
 from graphrun.batch.cache.pack import pack, unpack
+from graphrun.batch.queue import Batch, BatchContext, run_requests
+from graphrun.batch.requests import requests_from, resolved
 from graphrun.batch.schedule import segment_of
-from graphrun.cluster.flow import segments_of
+from graphrun.batch.watch import Watcher
+from graphrun.cluster.flow import Flow, segments_of
 from graphrun.cluster.machines import Cluster, Device, Host, Link
 from graphrun.cluster.placement import Assignment, Placement, column_of
 from graphrun.cluster.stream import with_figures
@@ -24,7 +27,10 @@ STAGES = (("encode",), ("denoise",), ("decode",))
 
 def cluster_of(count: int = 3, rate: float = 1e9, **more: Any) -> Cluster:
     """``count`` simulated devices, the last on a host of its own, linked at ``rate`` bytes per second."""
-    devices = [Device("a" if number < count - 1 else "b", number, hardware("sim", None), 6 << 20, f"sim:{number}") for number in range(count)]
+    devices = [
+        Device("a" if number < count - 1 else "b", number, hardware("sim", None), 6 << 20, f"sim:{number}")
+        for number in range(count)
+    ]
     hosts = [Host(name, 8 << 30, None, tuple(of for of in devices if of.host == name)) for name in "ab"]
     return Cluster(tuple(hosts), (Link(("a", "b"), rate, 1e-4),), **more)
 
@@ -88,3 +94,15 @@ class Here:
         if number not in self.kept:
             raise LostValue(str(number))
         return self.kept[number]
+
+
+def ran_by(graph: Any, placement: Placement, crew: Any, requests: Sequence[Any], **more: Any) -> Batch:
+    """The batch of ``requests`` that ``crew`` ran by ``placement``; ``more``: fields of the context."""
+
+    def elsewhere(*of: Any) -> None:
+        Flow(*of, placement, crew).run()
+
+    given = {"reuse": None, "journal": None, "sink": None, "watcher": Watcher(), "strict": False, **more}
+    nowhere: Any = None
+    context = BatchContext(nowhere, nowhere, "sim sim", modules=None, device=None, elsewhere=elsewhere, **given)
+    return run_requests(graph, resolved(requests_from(requests), graph, SMALL), context)
