@@ -25,6 +25,11 @@ BUDGET = {"vram": "6M", "ram": "8G", "hardware": "sim"}
 STAGES = (("encode",), ("denoise",), ("decode",))
 
 
+def requests(count: int) -> list[dict[str, Any]]:
+    """As many requests, all different."""
+    return [{"prompt": f"prompt {number}", "seed": number} for number in range(count)]
+
+
 def cluster_of(count: int = 3, rate: float = 1e9, **more: Any) -> Cluster:
     """``count`` simulated devices, the last on a host of its own, linked at ``rate`` bytes per second."""
     devices = [

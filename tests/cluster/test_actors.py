@@ -1,22 +1,26 @@
-"""Actors of a local Ray on simulated devices: bits and order of one device, times of the plan; what is killed or lost is done again."""
+"""Actors of a local Ray on simulated devices: bits, order, times of the plan; what is killed or lost is done again."""
 
 from __future__ import annotations
 
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from placing import BUDGET, GRAPH, SMALL, cluster_of, placed, ran_by
+from PIL import Image
+from placing import BUDGET, GRAPH, SMALL, cluster_of, placed, ran_by, requests
 
 import graphrun
 
 pytestmark = pytest.mark.sweep("cluster")
-KILLS, ITEMS = 40, 12
+KILLS, DRIVER_KILLS, ITEMS = 40, 10, 12
 LATEST_SECONDS = 2.0  # after the start of a run at which its actor is killed
 
 
@@ -38,10 +42,6 @@ def ray() -> Iterator[Any]:
 
     with joined(cluster_of()) as ray:
         yield ray
-
-
-def requests(count: int) -> list[dict[str, Any]]:
-    return [{"prompt": f"prompt {number}", "seed": number} for number in range(count)]
 
 
 def pictures(batch: Any) -> list[tuple[int, bytes]]:
@@ -105,3 +105,28 @@ def test_actors_killed_at_any_moment_do_every_item_once_with_the_same_bits(ray: 
         assert pictures(batch) == pictures(single)
         assert batch.errors == {}
     assert all(Killing.killed)
+
+
+def test_a_driver_killed_at_any_moment_goes_on_and_ends_with_the_same_files(
+    ray: Any, flux: Any, cached: Path, tmp_path: Path
+) -> None:
+    chance, address = random.Random(11), ray.get_runtime_context().gcs_address
+    single = dict(pictures(one_device(flux, ITEMS, cached)))
+    script = Path(__file__).parent / "driver.py"
+    command = [sys.executable, str(script), address, str(tmp_path), str(cached), str(ITEMS)]
+
+    def driven(runs: int | None) -> int:
+        """Runs that the driver made before it ended, by itself or killed after ``runs`` of them."""
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+            assert driver.stdout is not None
+            for count, _ in enumerate(driver.stdout, 1):
+                if count == runs:
+                    driver.kill()
+                    return count
+            assert driver.wait() == 0
+            return count
+
+    made = sum(driven(chance.randrange(1, 4)) for _ in range(DRIVER_KILLS)) + driven(None)
+    found = {number: np.asarray(Image.open(tmp_path / f"{number}.png")).tobytes() for number in single}
+    assert found == single
+    assert made <= len(placed(flux, ITEMS, cached).assignments) * (ITEMS + DRIVER_KILLS), "at most what ran at a kill runs again"

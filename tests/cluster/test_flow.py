@@ -79,13 +79,13 @@ def test_items_have_the_bits_of_one_device_in_order_at_the_planned_time(
 
 
 def test_a_slow_link_holds_devices_back_and_changes_no_bit(flux: Any, crew: Any, pipeline: Placement, single: Any) -> None:
-    slow = replace(pipeline, cluster=cluster_of(3, 1e5))
+    slow = replace(pipeline, cluster=cluster_of(3, 1e4))
     batch = ran_by(flux, slow, crew(slow), REQUESTS)
     assert pictures(batch) == single
     sent = sum(of.nbytes for of in pipeline.crossings() if of.to == ("decode",))
-    assert batch.seconds > len(REQUESTS) * sent / 1e5
+    assert batch.seconds > len(REQUESTS) * sent / 1e4
     starts = sorted(lane.start_seconds for lane in batch.lanes if lane.stages == ("decode",))
-    assert starts[1] - starts[0] == pytest.approx(sent / 1e5, rel=0.05)
+    assert starts[1] - starts[0] == pytest.approx(sent / 1e4, rel=0.05)
 
 
 def test_equal_stages_run_once_and_replicas_share_items(flux: Any, crew: Any, cached: Path) -> None:
