@@ -24,7 +24,7 @@ import networkx
 from graphrun.cluster.machines import Link
 from graphrun.cluster.placement import WAITING, Assignment, Placement, crossing
 
-WARM_ITEMS = 20  # per device, after which a rate is measured over as many again
+WARM_ITEMS = 500  # at least, after which a rate is measured over as many again
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +70,7 @@ class _Stream:
         for of in placement.assignments:
             worker = _Worker(of, *placement.span(of), warm=warm)
             self.workers[worker.begin].append(worker)
-        self.nbytes = [sum(of.nbytes for of in crossing(placement.stages, placement.values, at)) for at in range(self.last)]
+        self.nbytes = _bytes_before(placement)
         self.free_seconds: dict[tuple[str, str], float] = defaultdict(float)  # when the link from a host to another is free
         self.events: list[tuple[float, int, Callable[[_Worker], None], _Worker]] = []
         self.order, self.clock, self.done = count(), 0.0, list[float]()
@@ -143,33 +143,54 @@ def finish_seconds(placement: Placement, items: int, *, warm: bool = False) -> l
 
 
 def steady_rate(placement: Placement) -> float:
-    """Items per second of a long stream, measured after the first WARM_ITEMS per device."""
-    first = WARM_ITEMS * len(placement.assignments)
+    """Items per second of a long stream, measured after its first WARM_ITEMS, or ten per device."""
+    first = max(WARM_ITEMS, 10 * len(placement.assignments))
     times = finish_seconds(placement, 3 * first, warm=True)[first : 2 * first]
     return (len(times) - 1) / (times[-1] - times[0])
 
 
 def with_figures(placement: Placement) -> Placement:
     """``placement`` with its rate, latency, seconds and bottleneck."""
-    network = networkx.DiGraph()
-    for of in placement.assignments:
-        begin, end = placement.span(of)
-        known = network.get_edge_data(begin, end, {"capacity": 0.0})["capacity"]
-        network.add_edge(begin, end, capacity=known + 1 / of.column.steady_seconds)
-    rate, (near, _) = networkx.minimum_cut(network, 0, len(placement.stages))
-    cut = {(a, b): of["capacity"] for a, b, of in network.edges(data=True) if a in near and b not in near}
-    begin, end = max(cut, key=lambda edge: cut[edge])
+    rate, limiting = _rate(placement, by_host=False)
+    hosts = [host.name for host in placement.cluster.hosts]
+    links = [placement.cluster.link(a, b) for a in hosts for b in hosts]
+    if rate * sum(_bytes_before(placement)) > min(link.bytes_per_second if link is not None else 0.0 for link in links):
+        rate, limiting = _rate(placement, by_host=True)
     latency, chain = alone(placement)
     if placement.objective == "latency":
-        begin, end = placement.span(max(chain, key=lambda of: taken_seconds(of, placement.items)))
+        limiting = max(chain, key=lambda of: taken_seconds(of, placement.items)).stages
     seconds = max(finish_seconds(placement, placement.items))
-    return replace(
-        placement,
-        items_per_second=float(rate),
-        latency_seconds=latency,
-        seconds=seconds,
-        bottleneck=placement.stages[begin:end],
-    )
+    return replace(placement, items_per_second=rate, latency_seconds=latency, seconds=seconds, bottleneck=limiting)
+
+
+def _bytes_before(placement: Placement) -> list[int]:
+    """Bytes of the values that cross before each stage."""
+    return [sum(of.nbytes for of in crossing(placement.stages, placement.values, at)) for at in range(len(placement.stages))]
+
+
+def _rate(placement: Placement, *, by_host: bool) -> tuple[float, tuple[str, ...]]:
+    """The largest flow of items, and the stages of the devices that limit it; none where links do. ``by_host``: links between
+    hosts limit it too, each boundary by itself."""
+    network, nbytes, last = networkx.DiGraph(), _bytes_before(placement), len(placement.stages)
+    hosts = sorted({of.device.host for of in placement.assignments}) if by_host else [""]
+    for at, one, other in ((at, one, other) for at in range(1, last) for one in hosts for other in hosts):
+        link = placement.cluster.link(one, other)
+        if link is not None:
+            limit = {} if one == other or not nbytes[at] else {"capacity": link.bytes_per_second / nbytes[at]}
+            network.add_edge((at, one, "made"), (at, other, "wanted"), **limit)
+    for host in hosts:
+        network.add_edge("new", (0, host, "wanted"))
+        network.add_edge((last, host, "made"), "done")
+    for of in placement.assignments:
+        begin, end = placement.span(of)
+        host = of.device.host if by_host else ""
+        ends = (begin, host, "wanted"), (end, host, "made")
+        known = network.get_edge_data(*ends, {"capacity": 0.0})["capacity"]
+        network.add_edge(*ends, capacity=known + 1 / of.column.steady_seconds)
+    rate, (near, _) = networkx.minimum_cut(network, "new", "done")
+    cut = {(a, b): of["capacity"] for a, b, of in network.edges(data=True) if a in near and b not in near}
+    (begin, _, of_begin), (end, *_) = max(cut, key=lambda edge: cut[edge])
+    return float(rate), placement.stages[begin:end] if of_begin == "wanted" else ()
 
 
 def taken_seconds(of: Assignment, items: int) -> float:
