@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from graphrun.batch.queue import Batch, Sink
     from graphrun.batch.requests import Request
     from graphrun.batch.watch import Watcher
+    from graphrun.cluster.machines import Cluster
     from graphrun.graph.graph import Graph
     from graphrun.model.problem import Problem
     from graphrun.runtime.devices.device import Device
 
 
-OF_CLUSTER = ("vram", "ram", "pinned", "hardware")  # budgets that a cluster file has
+OF_CLUSTER = ("vram", "ram", "pinned", "disk", "hardware", "runs")  # what a cluster takes the place of
 
 
 def run_many(
@@ -38,7 +39,7 @@ def run_many(
     watcher: Watcher | None = None,
     device: Device | None = None,
     note: Callable[[str], None] | None = None,
-    cluster: str | Path | None = None,
+    cluster: str | Path | Cluster | None = None,
     objective: Literal["throughput", "latency"] = "throughput",
     **budgets: Any,
 ) -> Batch:
@@ -74,12 +75,15 @@ def run_many(
         elsewhere = None
         if cluster is not None:
             from graphrun.cluster.actors import OnCluster
-            from graphrun.cluster.machines import read_cluster
+            from graphrun.cluster.machines import Cluster, read_cluster
 
-            own = {name: budgets.pop(name, None) for name in OF_CLUSTER} | {"modules": modules, "device": device}
-            if given := [name for name, value in own.items() if value not in (None, "auto")]:
-                raise InputError(f"{', '.join(given)}: leave out with a cluster, whose file says what its devices have")
-            devices, hardware = read_cluster(Path(cluster), cache), None
+            own = {"modules": modules, "device": device} | {name: budgets.pop(name, None) for name in OF_CLUSTER}
+            if given := [name for name, value in own.items() if value is not None]:
+                raise InputError(f"{', '.join(given)}: leave out with a cluster, which has the budgets and the devices")
+            if objective not in ("throughput", "latency"):
+                raise InputError(f"objective {objective!r} is not known; it is throughput or latency")
+            devices = cluster if isinstance(cluster, Cluster) else read_cluster(Path(cluster), cache)
+            hardware = None
             elsewhere = stack.enter_context(OnCluster(devices, objective, cache, budgets))
             device_name = ", ".join(sorted({f"{of.hardware.device} {of.hardware.name}" for of in devices.devices}))
         else:

@@ -14,6 +14,7 @@ from graphrun.batch.watch import Watcher
 from graphrun.cli.common import budgeted, hardware_for, load, say, show
 from graphrun.cli.downloads import asked_for, downloaded
 from graphrun.cli.options import Asked
+from graphrun.cli.placing import cluster_of
 from graphrun.cli.running import Stop, files_for, refuse_rate, saved, stopping
 from graphrun.errors import InputError, Interrupted
 from graphrun.graph.graph import Graph
@@ -38,6 +39,7 @@ def run_batch(
     strict: bool,
     overwrite: bool,
     cache: Path | None,
+    cluster: Path | None = None,
     trace_file: Path | None = None,
     **options: Any,
 ) -> None:
@@ -50,12 +52,13 @@ def run_batch(
     found = resolved(requests, graph, asked.inputs)
     if all(request.error for request in found):
         refuse_broken(found)  # before torch is imported
-    hardware: Any = asked.hardware
-    if options.get("cluster") is None:
+    arguments = asked.estimate_arguments
+    if cluster is None:
         hardware = hardware_for(asked.hardware, asked.device, True, cache)
-        asked = budgeted(asked, hardware)
-    elif asked.device is not None:
-        raise InputError("--device: leave out with --cluster, whose file says what its devices are")
+        arguments |= {"vram": budgeted(asked, hardware).vram, "hardware": hardware}
+    else:
+        kept = ("allow", "keep", "exclude", "pin", "reserve", "until")
+        arguments = {"cluster": cluster_of(cluster, asked), **{name: arguments[name] for name in kept}}
     planfile.require_writable(trace_file)
     target = files_for(graph, output, asked.inputs, overwrite=True)
     first = next(iter(target.values()))
@@ -81,8 +84,6 @@ def run_batch(
             batch = run_many(
                 graph,
                 requests,
-                vram=asked.vram,
-                hardware=hardware,
                 common=asked.inputs,
                 cache=cache,
                 resume=state,
@@ -90,7 +91,7 @@ def run_batch(
                 sink=sink,
                 watcher=progress,
                 note=say,
-                **asked.estimate_arguments,
+                **arguments,
                 **options,
             )
     except KeyboardInterrupt:

@@ -21,7 +21,8 @@ from graphrun.batch.requests import Request
 from graphrun.batch.schedule import Segment
 from graphrun.cluster.flow import Flow, segments_of
 from graphrun.cluster.machines import Cluster, Device
-from graphrun.cluster.placement import Placement
+from graphrun.cluster.place import place
+from graphrun.cluster.placement import Objective, Placement
 from graphrun.cluster.worker import LostValue, Report, Worker
 from graphrun.errors import BrokenPlan, InputError
 from graphrun.graph.graph import Graph
@@ -191,18 +192,18 @@ def _nodes(ray: Any, cluster: Cluster) -> dict[str, str]:
 class OnCluster(contextlib.ExitStack):
     """Runs requests of equal settings on ``cluster`` (`graphrun.batch.queue.BatchContext.elsewhere`). A context manager.
 
-    ``objective``, ``cache`` and ``arguments`` are as for `graphrun.cluster.master.place`. Raises InputError where Ray is not installed.
+    ``objective``, ``cache`` and ``budgets`` are as for `graphrun.cluster.place.place`. Raises InputError where Ray is not installed.
     """
 
-    def __init__(self, cluster: Cluster, objective: Any, cache: Path | None, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, cluster: Cluster, objective: Objective, cache: Path | None, budgets: Mapping[str, Any]) -> None:
         super().__init__()
         _imported()
         self._cluster, self._ray = cluster, None
-        self._place = functools.partial(place, cluster=cluster, objective=objective, cache=cache, **arguments)
+        self._place = functools.partial(place, cluster=cluster, objective=objective, cache=cache, gains=False, **budgets)
 
     def __call__(self, graph: Graph, requests: Sequence[Request], context: BatchContext, batch: Batch) -> None:
         """Places the stages, starts the actors and runs ``requests``."""
-        placement = self._place(graph, inputs=requests[0].inputs, items=len(requests))
+        placement = self._place(graph, inputs=requests[0].inputs, items=len(requests)).placement
         if self._ray is None:
             self._ray = self.enter_context(joined(self._cluster))
         with Actors(self._ray, segments_of(graph, placement), placement) as crew:

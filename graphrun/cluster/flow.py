@@ -190,6 +190,7 @@ class Flow(Works):
             post, link = min(able, key=lambda pair: (pair[0].queued, pair[0].assignment.column.steady_seconds))
             post.coming += 1
             self._release(item)
+            self._expect(item, post)
             self._at(self._arrival(item, post, link), functools.partial(self._arrived, post, item))
             moved = True
         return moved
@@ -252,14 +253,17 @@ class Flow(Works):
 
     # -- runs
 
-    def _start(self, post: _Post, item: _Item) -> None:
+    def _expect(self, item: _Item, post: _Post) -> None:
+        """Notes that ``post`` will run its stages for ``item``, and so for others that are equal."""
         made = _Made(post.span)
+        item.made |= dict.fromkeys(post.assignment.stages, made)
         if (key := self._key(item, post.assignment.stages)) is not None:
             self.shared[key] = made
-        item.made |= dict.fromkeys(post.assignment.stages, made)
+
+    def _start(self, post: _Post, item: _Item) -> None:
         ticket = self.crew.begin(post.number, item.work.request.inputs, [self._handle(item, of) for of in self._read(item, post)])
         post.busy = True
-        self.running[ticket] = post, item, made, self.clock
+        self.running[ticket] = post, item, item.made[post.assignment.stages[0]], self.clock
 
     def _read(self, item: _Item, post: _Post) -> list[_Made]:
         """What the stages of ``post`` read of others."""
