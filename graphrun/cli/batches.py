@@ -57,8 +57,8 @@ def run_batch(
         hardware = hardware_for(asked.hardware, asked.device, True, cache)
         arguments |= {"vram": budgeted(asked, hardware).vram, "hardware": hardware}
     else:
-        kept = ("allow", "keep", "exclude", "pin", "reserve", "until")
-        arguments = {"cluster": cluster_of(cluster, asked), **{name: arguments[name] for name in kept}}
+        alike = ("allow", "keep", "exclude", "pin", "reserve", "until")
+        arguments = {"cluster": cluster_of(cluster, asked), **{name: arguments[name] for name in alike}}
     planfile.require_writable(trace_file)
     target = files_for(graph, output, asked.inputs, overwrite=True)
     first = next(iter(target.values()))

@@ -15,8 +15,8 @@ import graphrun
 from graphrun import api
 from graphrun.cli.common import AsJson, GraphFile, app, cache_folder, checked_reuse, look, named, planned, say, show
 from graphrun.cli.downloads import downloaded
-from graphrun.cli.placing import ClusterFile, Objective
 from graphrun.cli.options import Asked, Outputs, Overwrite, Reuse, Verbose, shared
+from graphrun.cli.placing import ClusterFile, Objective
 from graphrun.cli.running import files_for, saved, stopping
 from graphrun.cli.terminal import coloured
 from graphrun.errors import InputError, Interrupted

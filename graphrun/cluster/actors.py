@@ -1,4 +1,4 @@
-"""Workers as actors of Ray, one per device in a placement group; values go through its object store. The only file that imports Ray.
+"""Workers as actors of Ray, one per device in a placement group; values go through its object store.
 
 An actor that dies is started again by Ray in the same place, and what it was asked to run is run again. Ray sends no usage
 statistics from here, and a cluster that is started here has no dashboard.
@@ -183,8 +183,8 @@ def _nodes(ray: Any, cluster: Cluster) -> dict[str, str]:
     }
     if missing := [host.name for host in cluster.hosts if host.name not in named]:
         raise InputError(
-            f"Ray has no node called {', '.join(missing)}, but {', '.join(sorted(named))}: name the hosts of the cluster file so, or "
-            "start a node with ray start --node-name NAME"
+            f"Ray has no node called {', '.join(missing)}, but {', '.join(sorted(named))}: name the hosts of the cluster file so, "
+            "or start a node with ray start --node-name NAME"
         )
     return {host.name: named[host.name] for host in cluster.hosts}
 
@@ -192,18 +192,19 @@ def _nodes(ray: Any, cluster: Cluster) -> dict[str, str]:
 class OnCluster(contextlib.ExitStack):
     """Runs requests of equal settings on ``cluster`` (`graphrun.batch.queue.BatchContext.elsewhere`). A context manager.
 
-    ``objective``, ``cache`` and ``budgets`` are as for `graphrun.cluster.place.place`. Raises InputError where Ray is not installed.
+    ``objective``, ``cache`` and ``budgets`` are as for `graphrun.cluster.place.place`. Raises InputError without Ray.
     """
 
     def __init__(self, cluster: Cluster, objective: Objective, cache: Path | None, budgets: Mapping[str, Any]) -> None:
         super().__init__()
         _imported()
         self._cluster, self._ray = cluster, None
-        self._place = functools.partial(place, cluster=cluster, objective=objective, cache=cache, gains=False, **budgets)
+        self._arguments = {**budgets, "objective": objective, "cache": cache, "gains": False}
 
     def __call__(self, graph: Graph, requests: Sequence[Request], context: BatchContext, batch: Batch) -> None:
         """Places the stages, starts the actors and runs ``requests``."""
-        placement = self._place(graph, inputs=requests[0].inputs, items=len(requests)).placement
+        of = {**self._arguments, "inputs": requests[0].inputs, "items": len(requests)}
+        placement = place(graph, self._cluster, **of).placement
         if self._ray is None:
             self._ray = self.enter_context(joined(self._cluster))
         with Actors(self._ray, segments_of(graph, placement), placement) as crew:

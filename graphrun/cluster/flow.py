@@ -233,8 +233,8 @@ class Flow(Works):
         bisect.insort(self.waiting[item.at], item, key=lambda of: of.number)
 
     def _arrival(self, item: _Item, post: _Post, link: Link) -> float:
-        """When the values of ``item`` are at the host of ``post``: each takes its turn on the link. What is at hand is there now; so
-        is, on the wall's clock, what the crew has yet to move."""
+        """When the values of ``item`` are at the host of ``post``: each takes its turn on the link. What is at hand is there now,
+        and on the wall's clock what the crew has yet to move."""
         if not self.virtual or not item.host:
             return self.clock
         way = item.host, post.assignment.device.host

@@ -72,5 +72,7 @@ def lanes_page(lanes: Sequence[Lane]) -> str:
 
 def lanes_in(data: Mapping[str, Any]) -> list[Lane]:
     """The runs in the content of a trace file, without what they did. Raises KeyError or TypeError for anything else."""
-    times = ("start_seconds", "end_seconds")
-    return [Lane(of["device"], of["request"], tuple(of["stages"]), *(float(of[time]) for time in times)) for of in data["lanes"]]
+    return [
+        Lane(of["device"], of["request"], tuple(of["stages"]), float(of["start_seconds"]), float(of["end_seconds"]))
+        for of in data["lanes"]
+    ]
