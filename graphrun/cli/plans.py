@@ -27,6 +27,7 @@ from graphrun.cli.common import (
     show,
 )
 from graphrun.cli.options import Asked, Reuse, Verbose, shared
+from graphrun.cli.placing import ClusterFile, Items, Objective, plan_cluster
 from graphrun.cli.teams import FailOver, FailPeak, Limits
 from graphrun.cli.terminal import alive, width
 from graphrun.errors import InputError, PlanError
@@ -46,10 +47,18 @@ def plan(
     reuse: Reuse = "none",
     fail_over: FailOver = None,
     fail_peak: FailPeak = None,
+    cluster: ClusterFile = None,
+    objective: Objective = None,
+    items: Items = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan a graph within a VRAM and a RAM budget, and show the plan. Needs no weights and no GPU."""
+    if cluster is not None:
+        plan_cluster(graph, asked, cluster, objective, items, out, as_json)
+        return
+    if objective is not None or items is not None:
+        raise InputError("--objective and --items are for several machines: add --cluster FILE")
     from graphrun.report.screen import plan_screen
     from graphrun.report.summary import summarize
 

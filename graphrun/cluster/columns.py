@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from graphrun import api
 from graphrun.batch.schedule import segment_of
-from graphrun.cluster.machines import Cluster, Device
+from graphrun.cluster.machines import Cluster
 from graphrun.cluster.placement import Column, column_of
 from graphrun.files import Store
 from graphrun.graph.graph import Graph
@@ -70,6 +70,7 @@ class Pricing:
 
     ``price(kind, stages, share)``: the column of the best plan within a share of the host's memory, None where nothing fits.
     ``least(kind, stage)``: seconds that no plan can undercut. ``cold``: whether the seconds of an item are those of a first one.
+    ``whole``: all stages together are the only interval.
     """
 
     def __init__(
@@ -79,10 +80,12 @@ class Pricing:
         least: Callable[[Kind, str], float],
         *,
         cold: bool = False,
+        whole: bool = False,
     ) -> None:
         self.stages, self._price, self._least, self.cold = tuple(stages), price, least, cold
+        last = len(self.stages)
+        self._spans = [(0, last)] if whole else [(begin, end) for end in range(1, last + 1) for begin in range(end)]
         self._options: dict[Kind, dict[tuple[int, int], list[Option]]] = {}
-        self.priced = 0
 
     def least_seconds(self, kind: Kind, stage: str) -> float:
         """Seconds of ``stage`` that no plan for ``kind`` undercuts."""
@@ -104,7 +107,6 @@ class Pricing:
 
     def _priced(self, kind: Kind, option: Option, chain: list[Option]) -> Option | None:
         """Adds ``option`` with its plan to ``chain``, where one fits; returns bounds on the next smaller share."""
-        self.priced += 1
         column = self._price(kind, self.stages[option.begin : option.end], option.share)
         if column is None:
             return None
@@ -124,10 +126,7 @@ class Pricing:
     def _chains(self, kind: Kind) -> dict[tuple[int, int], list[Option]]:
         if kind not in self._options:
             least = [self._least(kind, stage) for stage in self.stages]
-            ends = range(1, len(self.stages) + 1)
-            self._options[kind] = {
-                (begin, end): [Option(begin, end, SHARES[0], sum(least[begin:end]))] for end in ends for begin in range(end)
-            }
+            self._options[kind] = {(a, b): [Option(a, b, SHARES[0], sum(least[a:b]))] for a, b in self._spans}
         return self._options[kind]
 
 
@@ -141,6 +140,7 @@ class Planner:
         self._graph, self._items, self._arguments, self._cache = graph, items, arguments, cache
         self._store = Store(cache) if cache is not None else None
         self._problems: dict[Kind, Problem] = {}
+        self._columns: dict[tuple[Kind, tuple[str, ...], float], Column | None] = {}
 
     def problem(self, kind: Kind) -> Problem:
         """The problem of all stages on ``kind``."""
@@ -151,7 +151,18 @@ class Planner:
         return self._problems[kind]
 
     def price(self, kind: Kind, stages: tuple[str, ...], share: float) -> Column | None:
-        """See `Pricing`."""
+        """See `Pricing`. Priced once."""
+        key = kind, stages, share
+        if key not in self._columns:
+            self._columns[key] = self._plan(kind, stages, share)
+        return self._columns[key]
+
+    @property
+    def priced(self) -> int:
+        """The number of columns that were asked for."""
+        return len(self._columns)
+
+    def _plan(self, kind: Kind, stages: tuple[str, ...], share: float) -> Column | None:
         whole = self.problem(kind)
         problem = segment_of(self._graph, whole, stages, self._items)[1]
         pinned = None if kind.pinned_bytes is None else int(share * kind.pinned_bytes)
@@ -180,11 +191,3 @@ def _compute_seconds(use: Use, groups: Sequence[Any]) -> float:
     """Compute of all calls of ``use``."""
     by_group = [len(of.blocks) * seconds for of, seconds in zip(groups, use.seconds, strict=True)]
     return sum(calls * seconds for calls, seconds in zip(use.group_calls, by_group, strict=True))
-
-
-def spare(cluster: Cluster, like: Device) -> Cluster:
-    """``cluster`` with one more device like ``like`` in its host, with the same shares of what the host's devices share."""
-    host = next(host for host in cluster.hosts if host.name == like.host)
-    number = 1 + max(device.id for device in host.devices)
-    more = replace(host, devices=(*host.devices, replace(like, id=number, torch=f"{like.hardware.device}:{number}")))
-    return replace(cluster, hosts=tuple(more if of.name == host.name else of for of in cluster.hosts))

@@ -21,7 +21,7 @@ chosen ones have plans. What was not priced then cannot be better.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement, product
 from math import comb, prod
@@ -29,7 +29,7 @@ from math import comb, prod
 from graphrun.cluster.columns import Kind, Option, Pricing, kinds_of
 from graphrun.cluster.machines import Cluster, Device, Host
 from graphrun.cluster.placement import Assignment, crossing
-from graphrun.errors import InputError
+from graphrun.errors import GraphrunError
 from graphrun.model.problem import ValueNumbers
 from graphrun.solve.linear import Linear, MilpModel, total
 
@@ -40,20 +40,34 @@ SAME = 1e-5  # relative difference of rates, and of seconds, that are taken for 
 Chosen = list[tuple[Device, Option]]
 
 
+class Unplaceable(GraphrunError):
+    """No devices of a cluster can run all stages of a graph."""
+
+    exit_code = 3  # as where one device cannot
+
+
 def assignments_for(objective: str, cluster: Cluster, pricing: Pricing, values: Sequence[ValueNumbers]) -> tuple[Assignment, ...]:
-    """The best assignments. Raises InputError where no devices can run all stages."""
+    """The best assignments. Raises Unplaceable where no devices can run all stages."""
     search: Callable[[Cluster, Pricing, Sequence[int]], Chosen | None] = _fastest_chain if objective == "latency" else _most_items
     nbytes = [sum(of.nbytes for of in crossing(pricing.stages, values, at)) for at in range(len(pricing.stages))]
     kinds = kinds_of(cluster)
     while True:
         chosen = search(cluster, pricing, nbytes)
         if chosen is None:
-            raise InputError("no devices of this cluster can run all stages, each device within its VRAM and its host's RAM")
+            raise Unplaceable(_why_none(pricing, set(kinds.values())))
         unpriced = {(kinds[device.name], option) for device, option in chosen if option.column is None}
         for kind, option in sorted(unpriced, key=lambda of: (of[1].begin, of[1].end, of[0].hardware.name, of[0].vram_bytes)):
             pricing.refine(kind, option)
         if not unpriced:
             return tuple(Assignment(device, option.column) for device, option in chosen if option.column is not None)
+
+
+def _why_none(pricing: Pricing, kinds: Iterable[Kind]) -> str:
+    able = {(of.begin, of.end) for kind in kinds for of in pricing.options(kind)}
+    without = [stage for at, stage in enumerate(pricing.stages) if not any(begin <= at < end for begin, end in able)]
+    if without:
+        return f"{', '.join(without)}: fits no device of the cluster, within its VRAM and all of its host's RAM"
+    return "each stage fits some device, but not all of them on devices that are linked, within the RAM of their hosts"
 
 
 @dataclass(frozen=True, slots=True)

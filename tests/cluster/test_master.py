@@ -8,10 +8,9 @@ import pytest
 from campaign import sampled
 from random_clusters import Case, best_latency, best_rate, random_case
 
-from graphrun.cluster.master import assignments_for
+from graphrun.cluster.master import Unplaceable, assignments_for
 from graphrun.cluster.placement import Objective, Placement, violations
 from graphrun.cluster.stream import steady_rate, with_figures
-from graphrun.errors import InputError
 
 CASES = sampled(range(300), range(30), "cluster")
 
@@ -24,7 +23,7 @@ def case_of(number: int) -> Case:
 def placed(case: Case, objective: Objective, items: int = 100) -> Placement | None:
     try:
         found = assignments_for(objective, case.cluster, case.pricing(cold=items == 1), case.values)
-    except InputError:
+    except Unplaceable:
         return None
     placement = with_figures(case.placement(objective, found, items))
     assert not violations(placement)
