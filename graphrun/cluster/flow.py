@@ -330,15 +330,16 @@ class Flow(Works):
 
     def _save(self, sharing: Sequence[_Item], post: _Post, made: _Made) -> None:
         """Saves what is made in the journal and in the cache of outputs, of stages all of whose outputs leave the device."""
-        if all(of.work.journal is None and of.work.reuse is None for of in sharing):
+        names = [name for name in post.assignment.stages if name not in self.last]
+        if not names or all(of.work.journal is None and of.work.reuse is None for of in sharing):
             return
         try:
             values = self.crew.fetch(made.handle)
         except LostValue:
             return  # whoever reads it has it made again
-        for name in post.assignment.stages:
+        for name in names:
             outputs = {output: values.get(f"{name}.{output}") for output in self.graph.stage(name).outputs}
-            if name in self.last or None in outputs.values():
+            if any(value is None for value in outputs.values()):
                 continue
             if (reuse := sharing[0].work.reuse) is not None:
                 reuse.keep(name, outputs, choices_of(post.segment.solution))
