@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from graphrun.batch.queue import Batch
 from graphrun.batch.watch import Watcher
 from graphrun.cluster.flow import LOSSES
 from graphrun.cluster.placement import Placement
-from graphrun.errors import BrokenPlan, PlanError
+from graphrun.errors import BrokenPlan, InputError, PlanError
 from graphrun.report.lanes import lanes_in, lanes_json, lanes_page
 from graphrun.report.outputs import save_outputs
 from graphrun.runtime.devices.open import open_device
@@ -174,3 +175,13 @@ def test_devices_that_would_make_different_bits_are_refused(flux: Any, crew: Any
     column = replace(denoise.column, solution=replace(solution, simulation=simulation))
     with pytest.raises(PlanError, match="b/2 runs transformer in another way"):
         crew(replace(pipeline, assignments=(encode, denoise, replace(decode, column=column))))
+
+
+def test_what_a_cluster_takes_the_place_of_is_refused_and_ray_is_asked_for(flux: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="vram, hardware: leave out with a cluster"):
+        graphrun.run_many(flux, ["a"], cluster=cluster_of(), **{**BUDGET, "ram": None})
+    with pytest.raises(InputError, match="objective 'fast' is not known"):
+        graphrun.run_many(flux, ["a"], cluster=cluster_of(), objective="fast")  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(InputError, match=r"pip install 'graphrun\[cluster\]'"):
+        graphrun.run_many(flux, ["a"], cluster=cluster_of())
