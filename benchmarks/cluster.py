@@ -105,17 +105,17 @@ def main() -> None:
     parser.add_argument("--cache", type=Path)
     asked = parser.parse_args()
     to = HERE / "results" / "cluster.json"
-    known = json.loads(to.read_text()) if to.exists() else {}
-    known["date"], known["highspy"] = datetime.date.today().isoformat(), version("highspy")
-    known["kinds"] = [{"hardware": name, "vram_gib": gib, "dollars_per_hour": PRICES[name]} for name, gib in KINDS]
     for name in asked.graphs:
-        graph, rows = graphrun.load(name), []
+        graph, rows = graphrun.load(name), list[dict[str, Any]]()
         for devices in SIZES:
-            for objective in ("throughput", "latency") if devices in BOTH else ("throughput",):
-                rows.append(row(graph, devices, objective, asked.cache))  # type: ignore[arg-type]
+            objectives: tuple[Objective, ...] = ("throughput", "latency") if devices in BOTH else ("throughput",)
+            for objective in objectives:
+                rows.append(row(graph, devices, objective, asked.cache))
                 print(name, json.dumps(rows[-1]), flush=True)
-                known[name] = rows
-                to.write_text(json.dumps(known, indent=1) + "\n")
+                known = json.loads(to.read_text()) if to.exists() else {}
+                known["date"], known["highspy"] = datetime.date.today().isoformat(), version("highspy")
+                known["kinds"] = [{"hardware": of, "vram_gib": gib, "dollars_per_hour": PRICES[of]} for of, gib in KINDS]
+                to.write_text(json.dumps({**known, name: rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

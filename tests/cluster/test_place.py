@@ -26,7 +26,7 @@ def cluster(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.long
+@pytest.mark.sweep("cluster")
 def test_a_placement_is_shown_saved_read_and_checked(graphrun: Cli, cluster: Path, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     asked = ("plan", "flux-tiny", "--cluster", str(cluster), *SMALL, "--items", "24")
