@@ -75,6 +75,9 @@ def test_options_that_the_file_takes_the_place_of_are_refused(graphrun: Cli, clu
     code, _, err = graphrun("plan", "flux-tiny", "--cluster", str(cluster), "--vram", "4M", "--runs", "3")
     assert code == 2
     assert "leave --vram, --runs out" in err
+    code, _, err = graphrun("plan", "flux-tiny", "--cluster", str(cluster), "--fail-over", "3s")
+    assert code == 2
+    assert "leave them out with --cluster" in err
     code, _, err = graphrun("plan", "flux-tiny", "--vram", "4M", "--items", "3")
     assert code == 2
     assert "add --cluster FILE" in err
