@@ -2,11 +2,11 @@
 
 .venv/bin/python benchmarks/cluster.py [GRAPH ...]      some minutes for each graph; writes benchmarks/results/cluster.json
 
-Hosts of two equal cards with 128 GiB of RAM each, of five kinds in turn, all on one network of 10 Gbit/s. A row per number of devices
-and objective: the placement's rate and the rate of its simulated stream (graphrun/cluster/stream.py), the latency of one item, the
-same for all stages on each card (``replicas``), and dollars per 1,000 items at PRICES. CPU seconds to plan: those of pricing columns
-by the planner of one device (once for each graph, kept in the folder given with --cache), and the others. All seconds are
-predictions of priors.
+Hosts of two equal cards with 64 GiB of RAM each, of five kinds in turn, all on one network of 10 Gbit/s. A row per number of
+devices and objective: the placement's rate and the rate of its simulated stream (graphrun/cluster/stream.py), the latency of one
+item, the same for all stages on each card (``replicas``), and dollars per 1,000 items at PRICES. CPU seconds to plan: those of
+pricing columns by the planner of one device (once for each graph, kept in the folder given with --cache), and the others. All
+seconds are predictions of priors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KINDS = (("rtx4090", 22), ("rtx3060", 11), ("rtx4060ti", 15), ("a6000", 46), ("l
 PRICES = {"rtx4090": 0.35, "rtx3060": 0.08, "rtx4060ti": 0.12, "a6000": 0.50, "l4": 0.45}  # dollars per hour, assumed
 SIZES = (2, 4, 8, 32, 128, 512)
 BOTH = (4, 8)  # numbers of devices with both objectives
-RAM_GIB, PER_HOST = 128, 2
+RAM_GIB, PER_HOST = 64, 2
 
 
 def cluster_of(devices: int) -> Cluster:
@@ -105,17 +105,17 @@ def main() -> None:
     parser.add_argument("--cache", type=Path)
     asked = parser.parse_args()
     to = HERE / "results" / "cluster.json"
-    known = json.loads(to.read_text()) if to.exists() else {}
-    known["date"], known["highspy"] = datetime.date.today().isoformat(), version("highspy")
-    known["kinds"] = [{"hardware": name, "vram_gib": gib, "dollars_per_hour": PRICES[name]} for name, gib in KINDS]
     for name in asked.graphs:
-        graph, rows = graphrun.load(name), []
+        graph, rows = graphrun.load(name), list[dict[str, Any]]()
         for devices in SIZES:
-            for objective in ("throughput", "latency") if devices in BOTH else ("throughput",):
-                rows.append(row(graph, devices, objective, asked.cache))  # type: ignore[arg-type]
+            objectives: tuple[Objective, ...] = ("throughput", "latency") if devices in BOTH else ("throughput",)
+            for objective in objectives:
+                rows.append(row(graph, devices, objective, asked.cache))
                 print(name, json.dumps(rows[-1]), flush=True)
-                known[name] = rows
-                to.write_text(json.dumps(known, indent=1) + "\n")
+                known = json.loads(to.read_text()) if to.exists() else {}
+                known["date"], known["highspy"] = datetime.date.today().isoformat(), version("highspy")
+                known["kinds"] = [{"hardware": of, "vram_gib": gib, "dollars_per_hour": PRICES[of]} for of, gib in KINDS]
+                to.write_text(json.dumps({**known, name: rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -55,6 +55,8 @@ def plan(
 ) -> None:
     """Plan a graph within a VRAM and a RAM budget, and show the plan. Needs no weights and no GPU."""
     if cluster is not None:
+        if reuse != "none" or fail_over is not None or fail_peak is not None:
+            raise InputError("--reuse, --fail-over and --fail-peak are for plans of one machine: leave them out with --cluster")
         plan_cluster(graph, asked, cluster, objective, items, out, as_json)
         return
     if objective is not None or items is not None:

@@ -137,7 +137,7 @@ class Cluster:
         """The link between two hosts; of a host with itself one that takes no time. None: they exchange nothing."""
         if one == other:
             return Link((one, other), float("inf"), 0.0)
-        return next((link for link in self.links if {one, other} <= set(link.between)), None)
+        return next((link for link in self.links if one in link.between and other in link.between), None)
 
 
 def read_cluster(path: Path, cache: Path | None = None) -> Cluster:

@@ -17,6 +17,7 @@ import heapq
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import count
 
 import networkx
@@ -63,7 +64,7 @@ class _Stream:
     """Items on their way through a placement."""
 
     def __init__(self, placement: Placement, items: int, warm: bool) -> None:
-        self.placement, self.last = placement, len(placement.stages)
+        self.last, self.link = len(placement.stages), cache(placement.cluster.link)
         self.waiting: dict[int, dict[str, deque[_Item]]] = defaultdict(lambda: defaultdict(deque))  # by stage, then host
         self.waiting[0][""].extend(_Item(0.0, None) for _ in range(items))
         self.workers: dict[int, list[_Worker]] = defaultdict(list)  # by first stage
@@ -107,7 +108,7 @@ class _Stream:
         free = [of for of in self.workers[begin] if of.coming + of.inbox < WAITING]
         queues = {host: queue[0].clock for host, queue in self.waiting[begin].items() if queue} if free else {}
         for host in sorted(queues, key=queues.__getitem__):
-            links = [(of, self.placement.cluster.link(host or of.assignment.device.host, of.assignment.device.host)) for of in free]
+            links = [(of, self.link(host or of.assignment.device.host, of.assignment.device.host)) for of in free]
             able = [(of, link) for of, link in links if link is not None]
             if able:
                 return host, *min(able, key=lambda pair: (pair[0].queued, pair[0].assignment.column.steady_seconds))
