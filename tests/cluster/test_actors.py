@@ -84,7 +84,7 @@ def test_actors_killed_at_any_moment_do_every_item_once_with_the_same_bits(ray: 
             if chance.random() < 0.1 and values:
                 values, lost[0] = [gone, *values[1:]], lost[0] + 1
             ticket = super().begin(worker, inputs, values)
-            if sum(self.killed) < KILLS and chance.random() < 0.7:
+            if sum(self.killed) < KILLS and self.killed[worker] <= min(self.killed) + 1 and chance.random() < 0.7:
                 self.killed[worker] += 1
                 threading.Timer(LATEST_SECONDS * chance.random(), kill, [process]).start()
             return ticket
