@@ -80,12 +80,17 @@ class _Ticket(NamedTuple):
 class _Actor:
     """A `Worker` in a process of its own."""
 
-    def __init__(self, segment: Segment, device: Device, threads: int) -> None:
+    def __init__(self, device: Device, threads: int) -> None:
         torch.set_num_threads(threads)  # kernels of the CPU round by their number
-        self._worker = Worker(segment, device)
+        self._device = device
+        self._worker: Worker | None = None
 
-    def run(self, inputs: Mapping[str, Any], values: Sequence[Any]) -> tuple[bytes, Report]:
-        """As `Worker.run`; ``values`` are references."""
+    def run(self, segment: Sequence[Any], inputs: Mapping[str, Any], values: Sequence[Any]) -> tuple[bytes, Report]:
+        """As `Worker.run`, of the one ``segment``. It and ``values`` are references."""
+        if self._worker is None:
+            import ray
+
+            self._worker = Worker(ray.get(segment[0]), self._device)
         return self._worker.run(inputs, [functools.partial(_value, reference) for reference in values])
 
 
@@ -114,8 +119,8 @@ class Actors(contextlib.ExitStack):
         if not places.wait(READY_SECONDS):
             self.close()
             raise InputError(f"Ray has no room for {', '.join(of.name for of in devices)}: it has {ray.available_resources()}")
-        self._actors = []
-        for number, (device, segment) in enumerate(zip(devices, segments, strict=True)):
+        self._actors, self._segments = [], [ray.put(segment) for segment in segments]
+        for number, device in enumerate(devices):
             actor = ray.remote(_Actor).options(
                 num_cpus=CPUS,
                 num_gpus=bundles[number].get("GPU", 0),
@@ -124,12 +129,13 @@ class Actors(contextlib.ExitStack):
                 runtime_env={"env_vars": _visible(device)},
                 scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(places, number),
             )
-            self._actors.append(actor.remote(segment, device, torch.get_num_threads()))
+            self._actors.append(actor.remote(device, torch.get_num_threads()))
             self.callback(ray.kill, self._actors[-1])
 
     def begin(self, worker: int, inputs: Mapping[str, Any], values: Sequence[Any]) -> _Ticket:
         """Begins a run of actor number ``worker``, after those begun before."""
-        return _Ticket(*self._actors[worker].run.options(num_returns=2).remote(dict(inputs), list(values)))
+        run = self._actors[worker].run.options(num_returns=2)
+        return _Ticket(*run.remote([self._segments[worker]], dict(inputs), list(values)))
 
     def done(self, tickets: Collection[_Ticket], *, every: bool) -> Collection[_Ticket]:
         """Those of ``tickets`` that are done, when one is, or with ``every`` all are; none after a second."""
