@@ -22,6 +22,7 @@ from graphrun.report.lanes import lanes_in, lanes_json, lanes_page
 from graphrun.report.outputs import save_outputs
 from graphrun.runtime.devices.open import open_device
 
+pytestmark = pytest.mark.long
 REQUESTS = [{"prompt": f"prompt {number}", "seed": number} for number in range(3)]
 
 
