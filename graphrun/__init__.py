@@ -13,10 +13,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from graphrun.api import Budget, attach, estimate, from_pipeline, load, plan, precomputed, run, run_many, survey
+from graphrun.api import Budget, attach, estimate, from_pipeline, load, plan, precomputed, run, survey
 from graphrun.errors import BrokenPlan, GraphError, GraphrunError, InputError, OutOfMemory, PlanError, TransferFailed
 from graphrun.graph.ops import op
 from graphrun.limits import raise_limits
+from graphrun.many import run_many
 
 if TYPE_CHECKING:
     from graphrun.session import Session

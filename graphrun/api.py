@@ -28,10 +28,7 @@ class Budget:
 
 
 if TYPE_CHECKING:
-    from graphrun.batch.cache.reuse import Reuse, What
-    from graphrun.batch.queue import Batch, Sink
-    from graphrun.batch.requests import Request
-    from graphrun.batch.watch import Watcher
+    from graphrun.batch.cache.reuse import What
     from graphrun.diffusers_.attach import Attachment
     from graphrun.diffusers_.description import LivePipeline
     from graphrun.graph.graph import Graph
@@ -357,72 +354,6 @@ def attach(
     limits = Limits(vram_bytes, ram_bytes, *host, RUNS if between_calls == "warm" else 1, tuple(allow), helpers)
     store = CallStore(Store(cache)) if cache is not None else None
     return Attachment(pipe, opened, cards[0], limits, demands, budget, tell, store, components, methods)
-
-
-def run_many(
-    graph: Graph,
-    inputs: Iterable[Mapping[str, Any] | str | Request],
-    *,
-    common: Mapping[str, Any] | None = None,
-    modules: Mapping[str, Any] | None = None,
-    random_weights: bool = False,
-    cache: Path | None = None,
-    reuse: What = "encoded",
-    resume: Path | None = None,
-    strict: bool = False,
-    sink: Sink | None = None,
-    watcher: Watcher | None = None,
-    device: Device | None = None,
-    note: Callable[[str], None] | None = None,
-    **budgets: Any,
-) -> Batch:
-    """Runs ``graph`` for each of ``inputs``, mappings of inputs or prompts. ``common``: inputs that all requests share.
-
-    Runs request by request or stage by stage, whichever is predicted fastest, in groups that fit RAM and disk. Weights stay loaded
-    from run to run where the plan says so, and equal stages run once. ``budgets``: arguments of `estimate`. ``resume``: a folder
-    for the state of the batch; a call with the same folder resumes after the last finished request, stage or denoising step, and
-    ends with the same bits. ``sink`` is called with the outputs of each finished request and returns the files it wrote; without
-    it the outputs are in the result. A request whose run fails is in the result's ``errors``; ``strict`` raises its error instead.
-    Other arguments are as for `run`.
-    """
-    from graphrun.batch import queue
-    from graphrun.batch.cache.reuse import reuse_for
-    from graphrun.batch.journal import Journal
-    from graphrun.batch.requests import refuse_broken, requests_from, resolved
-    from graphrun.batch.watch import Watcher as NoWatcher
-    from graphrun.profile.host_ram import ram_budget
-
-    until, hardware = budgets.pop("until", None), _hardware(budgets.pop("hardware", None), cache)
-    graph = graph.until(until)
-    graph = graph.without_sources() if random_weights else graph
-    requests = resolved(requests_from(inputs), graph, common or {})
-    if strict:
-        refuse_broken(requests)
-    allow = graph.allowed(budgets.get("allow", ()))
-    budgets["ram"] = ram_budget(
-        budgets.get("ram", "auto"), (modules or {}).values()
-    )  # "auto" is resolved once: what is left changes during the batch
-
-    def estimated(values: Mapping[str, Any]) -> Problem:
-        return estimate(graph, inputs=values, hardware=hardware, cache=cache, **budgets)
-
-    def output_cache(values: Mapping[str, Any]) -> Reuse:
-        assert cache is not None
-        return reuse_for(graph, values, hardware, cache, reuse, allow, note)
-
-    context = queue.BatchContext(
-        estimate=estimated,
-        solve=lambda problem: plan(problem, cache=cache),
-        device_name=f"{hardware.device} {hardware.name}",
-        reuse=output_cache if cache is not None and not modules and reuse != "none" else None,
-        modules=modules,
-        journal=Journal(resume) if resume is not None else None,
-        device=device,
-        sink=sink,
-        watcher=watcher or NoWatcher(),
-        strict=strict,
-    )
-    return queue.run_requests(graph, requests, context)
 
 
 def planned_inputs(problem: Problem, graph: Graph, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from graphrun.units import html_table, show_seconds, show_size
@@ -145,3 +145,19 @@ class Trace:
             "slots": [{key: of for key, of in asdict(slot).items() if of != ()} for slot in self.slots],
             "events": [asdict(event) for event in self.events],
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A run on a ``device`` of a cluster, in seconds of the clock that all its devices share, from the start of the batch."""
+
+    device: str
+    request: int
+    stages: tuple[str, ...]
+    start_seconds: float
+    end_seconds: float
+    trace: Trace | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dictionary. Times in ``trace`` are from the start of this run."""
+        return {**{each.name: getattr(self, each.name) for each in fields(self)}, "trace": self.trace and self.trace.to_json()}

@@ -16,6 +16,7 @@ from graphrun.batch.cache.keys import Keys, choices_of, dependencies
 from graphrun.batch.cache.reuse import Reuse
 from graphrun.batch.journal import Journal, RequestJournal
 from graphrun.batch.requests import Request
+from graphrun.batch.running import Running
 from graphrun.batch.schedule import Schedule, Segment, schedules, segment_of
 from graphrun.batch.waiting import Values
 from graphrun.batch.watch import LeftOut, Watcher
@@ -30,10 +31,7 @@ from graphrun.modules.build import resolve_class
 from graphrun.ops.loops import why_not
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.devices.open import open_device
-from graphrun.runtime.executor import Session, refuse_unfit, stages_for
-from graphrun.runtime.host import Host
-from graphrun.runtime.recovery import run_to_the_end
-from graphrun.trace import Trace
+from graphrun.trace import Lane, Trace
 
 Sink = Callable[[Request, Mapping[str, Any]], Iterable[Path]]
 """Receives the outputs of a finished request, and returns the files it wrote."""
@@ -44,7 +42,7 @@ class Batch:
     """The results of a list of requests.
 
     ``outputs`` and ``errors`` are by request number; outputs that a sink took are not among them. ``done_before``: requests that an
-    earlier process finished.
+    earlier process finished. ``lanes``: the runs on the devices of a cluster; empty where there is one device.
     """
 
     outputs: dict[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -53,10 +51,13 @@ class Batch:
     schedules: list[Schedule] = field(default_factory=list)
     traces: list[tuple[tuple[str, ...], int, Trace]] = field(default_factory=list)  # stages, request number, trace
     shared: dict[str, int] = field(default_factory=dict)  # stage -> runs saved: outputs cached or equal to another request's
+    lanes: list[Lane] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
-        """Seconds of all runs, measured on the device's clock."""
+        """Seconds of all runs, measured on the device's clock; on several devices until the last one is done."""
+        if self.lanes:
+            return max(lane.end_seconds for lane in self.lanes)
         return sum(trace.seconds for _, _, trace in self.traces)
 
     @property
@@ -73,6 +74,7 @@ class BatchContext:
     for them; None: no cache. ``device_name`` is part of the cache keys, since outputs may differ between devices. ``device``: None
     opens the one of the first problem. ``strict``: raise the error of the first request that fails. ``segments``: as for
     `schedules`. ``host``: backing stores of the whole graph, in place of ``modules``; segments use their parts of it.
+    ``elsewhere(graph, requests, context, batch)`` runs requests of equal settings in place of this process.
     """
 
     estimate: Callable[[Mapping[str, Any]], Problem]
@@ -87,6 +89,7 @@ class BatchContext:
     strict: bool
     segments: tuple[tuple[str, ...], ...] | None = None
     host: Host | None = None
+    elsewhere: Callable[[Graph, Sequence[Request], BatchContext, Batch], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,6 +131,9 @@ def run_requests(graph: Graph, requests: Sequence[Request], context: BatchContex
             if request.number not in batch.done_before:
                 by_settings.setdefault(settings_of(graph, request.inputs), []).append(request)
         for same in by_settings.values():
+            if context.elsewhere is not None:
+                context.elsewhere(graph, same, context, batch)
+                continue
             problem = context.estimate(same[0].inputs)
             device = device or open_device(problem)
             _Runner(graph, problem, same, context, device, batch).run()
@@ -149,15 +155,13 @@ def _fingerprint(request: Request) -> str:
     return str(sorted((name, fingerprint(value)) for name, value in request.inputs.items()))
 
 
-class _Runner:
-    """Runs requests with equal settings."""
+class Works:
+    """Requests with equal settings: what is known of them, and what they end with. ``ram_bytes``: for values that wait."""
 
-    def __init__(
-        self, graph: Graph, problem: Problem, requests: Sequence[Request], context: BatchContext, device: Device, batch: Batch
-    ) -> None:
-        self.graph, self.problem, self.context, self.device, self.batch = graph, problem, context, device, batch
+    def __init__(self, graph: Graph, requests: Sequence[Request], context: BatchContext, batch: Batch, ram_bytes: int) -> None:
+        self.graph, self.context, self.batch = graph, context, batch
         self.last = {reference.name for reference in graph.outputs.values()}
-        self.values, self.todo = Values(problem.ram_bytes), [self._work(request) for request in requests]
+        self.values, self.todo = Values(ram_bytes), [self._work(request) for request in requests]
 
     def _work(self, request: Request) -> Unfinished:
         """Its keys tell which requests have equal outputs. Without a cache files are not read: they are equal for all."""
@@ -165,6 +169,71 @@ class _Runner:
         reuse = context.reuse(request.inputs) if context.reuse is not None else None
         keys = Keys(self.graph, request.inputs, context.device_name, str) if reuse is None else reuse.keys
         return Unfinished(request, keys, reuse, context.journal.request(request.number) if context.journal is not None else None)
+
+    def _found(self, work: Unfinished) -> set[str]:
+        """The stages of ``work`` whose outputs are known: in the journal or in the cache. Stores these in ``values``."""
+        found: dict[str, Any] = {}
+        for stage in self.graph.stages:
+            if work.journal is not None and stage.name not in self.last:
+                outputs = work.journal.values(stage.name) or {}
+                found |= {f"{stage.name}.{name}": value for name, value in outputs.items()}
+        if work.reuse is not None:
+            found = work.reuse.find() | found
+        for name, value in found.items():
+            self.values.put(work.request.number, name, value)
+        return {name.partition(".")[0] for name in found}
+
+    def _finish(self, work: Unfinished, outputs: Mapping[str, Any]) -> None:
+        """Stores the ``outputs`` of a run: values for later segments wait; all outputs of the graph together go to the sink."""
+        number = work.request.number
+        for name, value in outputs.items():
+            if name in self.graph.outputs:
+                work.ready[name] = value
+            else:
+                self.values.put(number, name, value)
+        if work.ready.keys() != self.graph.outputs.keys():
+            return
+        files = list[Path]()
+        if self.context.sink is not None:
+            files += self.context.sink(work.request, work.ready)
+        else:
+            self.batch.outputs[number] = work.ready
+        if work.journal is not None:
+            work.journal.finish(files)
+        self.values.drop(number)
+        self.todo.remove(work)
+        self.context.watcher.done(work.request, files)
+
+    def _fail(self, work: Unfinished, error: GraphrunError) -> None:
+        """Records ``error``. The journal stays, so that the same batch can run the request again."""
+        self.batch.errors[work.request.number] = str(error)
+        self.context.watcher.left_out(replace(work.request, error=str(error)))
+        self.values.drop(work.request.number)
+        self.todo.remove(work)
+
+    def _require_choices(self, schedule: Schedule) -> None:
+        """Saves the plans' choices in the journal, or compares them: another precision would give other outputs."""
+        problem = schedule.segments[0].solution.problem
+        if self.context.journal is None or not problem.allow:
+            return
+        entries: dict[str, str] = {}
+        for segment in schedule.segments:
+            choices = choices_of(segment.solution)
+            entries |= {f"variant of {name}": " on the ".join(variant) for name, variant in choices.variants.items()}
+            entries |= {f"option of {name}": option for name, option in choices.options.items()}
+            entries |= {"blocks": "compiled"} if choices.compiled else {}
+        settings = " ".join(f"{name}={value}" for name, value in problem.settings)
+        self.context.journal.require(entries, f"choices {settings}")
+
+
+class _Runner(Works):
+    """Runs requests with equal settings on one device."""
+
+    def __init__(
+        self, graph: Graph, problem: Problem, requests: Sequence[Request], context: BatchContext, device: Device, batch: Batch
+    ) -> None:
+        super().__init__(graph, requests, context, batch, problem.ram_bytes)
+        self.problem, self.device = problem, device
 
     def run(self) -> None:
         """Runs all requests."""
@@ -187,19 +256,6 @@ class _Runner:
                     group = [work for work in works[begin : begin + schedule.group] if work in self.todo]
                     if distinct := self._distinct(segment.stages, group):
                         self._session(segment, distinct, (BrokenPlan, LeftOut))
-
-    def _found(self, work: Unfinished) -> set[str]:
-        """The stages of ``work`` whose outputs are known: in the journal or in the cache. Stores these in ``values``."""
-        found: dict[str, Any] = {}
-        for stage in self.graph.stages:
-            if work.journal is not None and stage.name not in self.last:
-                outputs = work.journal.values(stage.name) or {}
-                found |= {f"{stage.name}.{name}": value for name, value in outputs.items()}
-        if work.reuse is not None:
-            found = work.reuse.find() | found
-        for name, value in found.items():
-            self.values.put(work.request.number, name, value)
-        return {name.partition(".")[0] for name in found}
 
     def _resume_loop(self, work: Unfinished, found: set[str]) -> None:
         """Finishes a loop that was interrupted, from its last saved step. ``found``: stages whose outputs are known."""
@@ -231,23 +287,15 @@ class _Runner:
 
         An error of a type in ``failures`` is recorded for all of the list; others are raised.
         """
-        solution, watcher = segment.solution, self.context.watcher
-        refuse_unfit(solution, segment.graph)
+        watcher = self.context.watcher
         watcher.segment(segment, len(todo))
-        if self.context.host is not None:
-            host = self.context.host.part(solution.chosen)
-        else:
-            host = Host.of_graph(segment.graph, solution.chosen, self.device, self.context.modules)
-        with Session(solution, host, self.device) as session:
+        with Running(segment, self.device, self.context.modules, self.context.host) as running:
             for works in todo:
-                if solution.problem.runs == 1:  # a plan for one run: the next starts with an empty device
-                    session.close()
                 request = works[0].request
-                arguments = self._arguments(segment.graph, works, solution)
-                stages = stages_for(solution.plan, segment.graph, request.inputs, self.device, host, **arguments)
+                arguments = self._arguments(segment.graph, works, segment.solution)
                 try:
                     progress, tell = watcher.run(segment, request), watcher.planned_again
-                    trace = run_to_the_end(solution, stages, host, self.device, progress, tell=tell, session=session)
+                    trace = running.run(request.inputs, progress, tell, **arguments)
                 except failures as error:  # the device is empty again
                     if self.context.strict:
                         raise
@@ -274,34 +322,6 @@ class _Runner:
         precomputed = {name: self.values.get(first.request.number, name) for name in names}
         return {"precomputed": precomputed, "journal": first.journal, "after_stage": after_stage}
 
-    def _finish(self, work: Unfinished, outputs: Mapping[str, Any]) -> None:
-        """Stores the ``outputs`` of a run: values for later segments wait; all outputs of the graph together go to the sink."""
-        number = work.request.number
-        for name, value in outputs.items():
-            if name in self.graph.outputs:
-                work.ready[name] = value
-            else:
-                self.values.put(number, name, value)
-        if work.ready.keys() != self.graph.outputs.keys():
-            return
-        files = list[Path]()
-        if self.context.sink is not None:
-            files += self.context.sink(work.request, work.ready)
-        else:
-            self.batch.outputs[number] = work.ready
-        if work.journal is not None:
-            work.journal.finish(files)
-        self.values.drop(number)
-        self.todo.remove(work)
-        self.context.watcher.done(work.request, files)
-
-    def _fail(self, work: Unfinished, error: GraphrunError) -> None:
-        """Records ``error``. The journal stays, so that the same batch can run the request again."""
-        self.batch.errors[work.request.number] = str(error)
-        self.context.watcher.left_out(replace(work.request, error=str(error)))
-        self.values.drop(work.request.number)
-        self.todo.remove(work)
-
     def _distinct(self, stages: Sequence[str], works: Sequence[Unfinished]) -> list[list[Unfinished]]:
         """Requests whose outputs of ``stages`` are still missing, those with equal outputs in one list."""
         wanted = [str(reference)[1:] for reference in self.graph.part(stages).outputs.values()]
@@ -311,16 +331,3 @@ class _Runner:
                 keys = tuple(work.keys.key(stage) for stage in stages)
                 found.setdefault(keys if all(keys) else work, []).append(work)
         return list(found.values())
-
-    def _require_choices(self, schedule: Schedule) -> None:
-        """Saves the plans' choices in the journal, or compares them: another precision would give other outputs."""
-        if self.context.journal is None or not self.problem.allow:
-            return
-        entries: dict[str, str] = {}
-        for segment in schedule.segments:
-            choices = choices_of(segment.solution)
-            entries |= {f"variant of {name}": " on the ".join(variant) for name, variant in choices.variants.items()}
-            entries |= {f"option of {name}": option for name, option in choices.options.items()}
-            entries |= {"blocks": "compiled"} if choices.compiled else {}
-        settings = " ".join(f"{name}={value}" for name, value in self.problem.settings)
-        self.context.journal.require(entries, f"choices {settings}")

@@ -44,3 +44,9 @@ class Watcher:
 
     def restarts(self, stage: str, why: str) -> None:
         """The loop of ``stage`` restarts at its first step after an interruption (or would); ``why`` is the reason."""
+
+    def waits(self) -> None:
+        """Called at least every second while devices of a cluster work; may raise KeyboardInterrupt."""
+
+    def ran(self, device: str, stages: Sequence[str], request: Request, share: float) -> None:
+        """A ``device`` of a cluster ran ``stages`` for ``request``. ``share``: of the batch that is done."""

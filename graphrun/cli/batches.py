@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from graphrun import api
 from graphrun.batch.requests import Request, read_requests, refuse_broken, resolved
 from graphrun.batch.watch import Watcher
 from graphrun.cli.common import budgeted, hardware_for, load, say, show
 from graphrun.cli.downloads import asked_for, downloaded
 from graphrun.cli.options import Asked
+from graphrun.cli.placing import cluster_of
 from graphrun.cli.running import Stop, files_for, refuse_rate, saved, stopping
 from graphrun.errors import InputError, Interrupted
 from graphrun.graph.graph import Graph
+from graphrun.many import run_many
+from graphrun.report import plan_files as planfile
 from graphrun.report.outputs import Files, named, refuse_there
 from graphrun.report.progress import BatchProgress
 from graphrun.units import show_seconds, show_size
@@ -37,9 +39,11 @@ def run_batch(
     strict: bool,
     overwrite: bool,
     cache: Path | None,
+    cluster: Path | None = None,
+    trace_file: Path | None = None,
     **options: Any,
 ) -> None:
-    """Runs the requests in the file ``inputs``, or a single one, and shows the results. ``options`` are as for `api.run_many`.
+    """Runs the requests in the file ``inputs``, or a single one, and shows the results. ``options`` are as for `graphrun.run_many`.
 
     Exits with 2 where requests were left out.
     """
@@ -48,8 +52,14 @@ def run_batch(
     found = resolved(requests, graph, asked.inputs)
     if all(request.error for request in found):
         refuse_broken(found)  # before torch is imported
-    hardware = hardware_for(asked.hardware, asked.device, True, cache)
-    asked = budgeted(asked, hardware)
+    arguments = asked.estimate_arguments
+    if cluster is None:
+        hardware = hardware_for(asked.hardware, asked.device, True, cache)
+        arguments |= {"vram": budgeted(asked, hardware).vram, "hardware": hardware}
+    else:
+        alike = ("allow", "keep", "exclude", "pin", "reserve", "until")
+        arguments = {"cluster": cluster_of(cluster, asked), **{name: arguments[name] for name in alike}}
+    planfile.require_writable(trace_file)
     target = files_for(graph, output, asked.inputs, overwrite=True)
     first = next(iter(target.values()))
     state = first.parent / f".{first.stem}.resume" if resume else None
@@ -71,11 +81,9 @@ def run_batch(
 
     try:
         with stopping(told) as stop, _Progress(len(requests), told, stop) as progress:
-            batch = api.run_many(
+            batch = run_many(
                 graph,
                 requests,
-                vram=asked.vram,
-                hardware=hardware,
                 common=asked.inputs,
                 cache=cache,
                 resume=state,
@@ -83,7 +91,7 @@ def run_batch(
                 sink=sink,
                 watcher=progress,
                 note=say,
-                **asked.estimate_arguments,
+                **arguments,
                 **options,
             )
     except KeyboardInterrupt:
@@ -91,6 +99,10 @@ def run_batch(
         if state is not None:
             kept = f"the state is in {state}; the same command goes on from there"
         raise Interrupted(f"interrupted: {len(files)} of {len(requests)} requests are done, {kept}") from None
+    if trace_file is not None:
+        from graphrun.report.lanes import lanes_json
+
+        planfile.write_json(trace_file, lanes_json(trace_file.name, batch.lanes))
     show(_batch_json(batch, len(requests), files), as_json, _batch_screen(batch, len(requests)))
     if batch.errors:
         raise typer.Exit(2)
@@ -131,6 +143,9 @@ class _Progress(BatchProgress, Watcher):
 
     def run(self, segment: Any, request: Any) -> Callable[[int, int, int], None]:
         return self._stop.watched(super().run(segment, request))
+
+    def waits(self) -> None:
+        self._stop.watched(None)(0, 0, 0)
 
     def planned_again(self, line: str) -> None:
         say(line)

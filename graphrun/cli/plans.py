@@ -27,6 +27,7 @@ from graphrun.cli.common import (
     show,
 )
 from graphrun.cli.options import Asked, Reuse, Verbose, shared
+from graphrun.cli.placing import ClusterFile, Items, Objective, plan_cluster
 from graphrun.cli.teams import FailOver, FailPeak, Limits
 from graphrun.cli.terminal import alive, width
 from graphrun.errors import InputError, PlanError
@@ -46,10 +47,20 @@ def plan(
     reuse: Reuse = "none",
     fail_over: FailOver = None,
     fail_peak: FailPeak = None,
+    cluster: ClusterFile = None,
+    objective: Objective = None,
+    items: Items = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan a graph within a VRAM and a RAM budget, and show the plan. Needs no weights and no GPU."""
+    if cluster is not None:
+        if reuse != "none" or fail_over is not None or fail_peak is not None:
+            raise InputError("--reuse, --fail-over and --fail-peak are for plans of one machine: leave them out with --cluster")
+        plan_cluster(graph, asked, cluster, objective, items, out, as_json)
+        return
+    if objective is not None or items is not None:
+        raise InputError("--objective and --items are for several machines: add --cluster FILE")
     from graphrun.report.screen import plan_screen
     from graphrun.report.summary import summarize
 
@@ -211,6 +222,16 @@ def report(
     from graphrun.store import frontier_for
 
     data = read_json(trace, PlanError)
+    if isinstance(data, dict) and "lanes" in data:
+        from graphrun.report.lanes import lanes_in, lanes_page
+
+        try:
+            page = lanes_page(lanes_in(data))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(f"is a damaged trace: {type(error).__name__} {error}", str(trace)) from error
+        planfile.write_text(out, page)
+        echo(f"wrote {out}")
+        return
     traced = isinstance(data, dict) and "events" in data
     solution, _ = planfile.solution_in(data.get("plan") if traced else data, trace)
     planfile.require_writable(out)

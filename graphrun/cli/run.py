@@ -16,6 +16,7 @@ from graphrun import api
 from graphrun.cli.common import AsJson, GraphFile, app, cache_folder, checked_reuse, look, named, planned, say, show
 from graphrun.cli.downloads import downloaded
 from graphrun.cli.options import Asked, Outputs, Overwrite, Reuse, Verbose, shared
+from graphrun.cli.placing import ClusterFile, Objective
 from graphrun.cli.running import files_for, saved, stopping
 from graphrun.cli.terminal import coloured
 from graphrun.errors import InputError, Interrupted
@@ -41,6 +42,8 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="Save the run's state beside its output; the same command resumes from it.")
     ] = False,
+    cluster: ClusterFile = None,
+    objective: Objective = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Stop at the first broken line of --inputs, before anything runs.")
     ] = False,
@@ -61,15 +64,19 @@ def run(
         asked = replace(asked, set_=[*(asked.set_ or []), f"prompt={prompt}"])
     told, what = None if as_json else say, checked_reuse(reuse)
     cache = cache_folder(asked.no_cache)
-    if inputs is not None or resume:
-        if plan_file is not None or trace_file is not None or preview is not None or check_ordering:
+    if objective is not None and cluster is None:
+        raise InputError("--objective is for several machines: add --cluster FILE")
+    if inputs is not None or resume or cluster is not None:
+        traced = trace_file is not None and cluster is None
+        if plan_file is not None or traced or preview is not None or check_ordering:
             single = "--plan, --trace, --preview and --check-ordering"
-            raise InputError(f"{single} are for a single run; leave them out with --inputs and --resume")
+            raise InputError(f"{single} are for a single run; leave them out with --inputs, --resume and --cluster")
         if graph.suffix == ".json":
             raise InputError(f"{graph} is a plan for one run, and --inputs and --resume make their own plans: name the graph")
         from graphrun.cli.batches import run_batch
 
-        many = {"random_weights": random_weights, "cache": cache, "reuse": what}
+        many = {"random_weights": random_weights, "cache": cache, "reuse": what, "cluster": cluster, "trace_file": trace_file}
+        many |= {"objective": objective} if objective is not None else {}
         run_batch(graph, asked, inputs, output, as_json=as_json, resume=resume, strict=strict, overwrite=overwrite, **many)
         return
     from graphrun.report.outputs import made_of

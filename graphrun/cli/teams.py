@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graphrun.cli.common import AsJson, app, say, show
+from graphrun.errors import PlanError
+from graphrun.reading import read_json
 from graphrun.report import plan_files as planfile
 from graphrun.units import parse_seconds, parse_size, show_seconds, show_size
 
@@ -31,8 +33,14 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Check a saved plan: every rule that it breaks, with slot, action and bytes."""
+    from graphrun.cluster import files
     from graphrun.report.screen import check_screen
 
+    if files.is_placement(read_json(plan, PlanError)):
+        of = files.read(plan)[0]
+        ok = f"ok: {len(of.assignments)} devices, {of.items} items take {show_seconds(of.seconds)}"
+        show({"ok": True, "violations": []}, as_json, ok)
+        return
     try:
         solution = planfile.read_solution(plan)[0]
     except planfile.BrokenRules as error:

@@ -1,6 +1,6 @@
 """Reads a graph file into a `Graph`, and reports every problem in it with file and line.
 
-    1  shape         pydantic models (`schema`); their errors are translated to messages about the file's entries
+    1  shape         pydantic models (`schema`), read by `shape`
     2  entries       inputs and their sizes, components, parts, sources, trusted packages
     3  connections   ops and their arguments, references and their kinds, cycles, and whether everything declared is used
 
@@ -12,14 +12,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from graphlib import CycleError
 from pathlib import Path
 from typing import Any
-
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.document import Document, Location, read_document, read_json
@@ -28,42 +25,21 @@ from graphrun.graph.media import AN
 from graphrun.graph.ops import OPERATIONS, PLAIN_KINDS, Kind, operation
 from graphrun.graph.order import order_stages
 from graphrun.graph.schema import (
-    PATTERNS,
     ComponentSpec,
-    DirectivesSpec,
     GraphSpec,
     InputSpec,
     IpAdapterSpec,
     LoraSpec,
     PartSpec,
-    PipelineSpec,
-    Spec,
     StageSpec,
 )
+from graphrun.graph.shape import spec_of
 from graphrun.graph.shipped import graph_file
 from graphrun.graph.values import Input, did_you_mean, fit, of_type, outside, to_trust
 from graphrun.limits import require
 from graphrun.reading import inside
 from graphrun.units import parse_size
 
-_SECTIONS: dict[str, type[Spec]] = {
-    "pipelines": PipelineSpec,
-    "inputs": InputSpec,
-    "components": ComponentSpec,
-    "parts": PartSpec,
-    "stages": StageSpec,
-    "directives": DirectivesSpec,
-}
-_EXPECTED = {
-    "string_type": "a text",
-    "int_type": "an int",
-    "int_from_float": "an int",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "dict_type": "a mapping",
-    "model_type": "a mapping",
-    "list_type": "a list",
-}
 # The sizes of each kind of media, and the inputs that hold them by default.
 _SIZES: dict[str, dict[str, tuple[str, ...]]] = {
     "image": {"height": ("height",), "width": ("width",)},
@@ -94,74 +70,10 @@ def load(path: str | Path, trust: Iterable[str] = (), source: str | None = None)
         given = here if source.startswith((".", "~")) or os.path.exists(here) else source
         document.data.pop("revision", None)
         document.data["source"] = given
-    try:
-        spec = GraphSpec.model_validate(document.data)
-    except ValidationError as error:
-        _note_shape(error, document)
-        document.raise_if_any()
-        raise  # pydantic reported a problem that `_note_shape` did not add: a bug
+    spec = spec_of(GraphSpec, document)
     graph = _Reader(document, spec, tuple(sorted(set(trust)))).read()
     document.raise_if_any()
     return graph
-
-
-def _note_shape(error: ValidationError, document: Document) -> None:
-    """Adds the problems that ``error`` reports about ``document``; the branches of a union become one problem."""
-    expected: dict[tuple[str | int, ...], list[str]] = {}
-    for details in error.errors(include_url=False):
-        location = tuple(_existing(details["loc"], document.data))
-        if kind := _EXPECTED.get(details["type"]):
-            expected.setdefault(location, []).append(kind)
-        elif details["type"] == "extra_forbidden":
-            model = GraphSpec if len(location) == 1 else _SECTIONS[str(location[0])]
-            known = [field.alias or name for name, field in model.model_fields.items()]
-            document.add(location[:-1], f"unknown key {location[-1]!r}{did_you_mean(str(location[-1]), known)}", line_of=location)
-        else:
-            document.add(location, _sentence(details, str(location[-1]) if location else ""))
-    for location, kinds in expected.items():
-        names = [kind for kind in dict.fromkeys(kinds) if not (kind == "an int" and "a number" in kinds)]
-        value: Any = document.data
-        for step in location:
-            value = value[step]
-        document.add(location, f"expected {' or '.join(names)}, got {_shown(value)}")
-
-
-def _existing(location: Iterable[Any], data: Any) -> Iterator[Any]:
-    """``location`` without the steps that pydantic adds for the branch of a union or a missing key."""
-    for step in location:
-        if (isinstance(data, dict) and step in data) or (isinstance(data, list) and step in range(len(data))):
-            yield step
-            data = data[step]
-
-
-def _sentence(details: ErrorDetails, key: str) -> str:
-    context, value = details.get("ctx", {}), details["input"]
-    match details["type"]:
-        case "missing":
-            return f"{details['loc'][-1]!r} is missing"
-        case "literal_error" if key == "graphrun":
-            return f"this graphrun reads files of version 1, not {value!r}"
-        case "literal_error" if key == "compile":
-            return f"{value!r} is not known; it is blocks, each compiled by itself, since weights are placed block by block"
-        case "literal_error":
-            choices = [choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")]
-            return f"unknown {key if not key.isdigit() else 'value'} {value!r}{did_you_mean(str(value), choices)}"
-        case "string_pattern_mismatch":
-            return f"{value!r} {PATTERNS[context['pattern']]}"
-        case "too_short" | "string_too_short":
-            return "must not be empty"
-        case "invalid_key":
-            return f"{value!r} is not a name: write it as text"
-        case "greater_than" | "greater_than_equal" | "less_than_equal" as kind:
-            size = "large" if kind == "less_than_equal" else "small"
-            return f"{value} is too {size}; {details['msg'].lower().removeprefix('input ')}"
-    return details["msg"]
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, (dict, list)):
-        return "a mapping" if isinstance(value, dict) else "a list"
-    return repr(value) if isinstance(value, (str, bool, int, float)) else f"a {type(value).__name__}"
 
 
 class _Reader:

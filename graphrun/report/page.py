@@ -67,7 +67,7 @@ def report_page(solution: Solution, measured: Trace | None, points: Sequence[Poi
         sections.append(f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>")
     style = files("graphrun.report").joinpath("page.css").read_text(encoding="utf-8")
     title = f"{problem.graph} on {problem.hardware.name} within {show_size(problem.budget_bytes)}"
-    return _PAGE.format(title=escape(title), style=style, body="\n".join(sections))
+    return PAGE.format(title=escape(title), style=style, body="\n".join(sections))
 
 
 def planned_slots(reports: Sequence[SlotReport]) -> tuple[SlotTrace, ...]:
@@ -184,7 +184,7 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> st
     return f'<h2>{title}</h2><div class="wide">{whole}</div>'
 
 
-_PAGE = """<!doctype html>
+PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">

@@ -37,10 +37,14 @@ def save(path: Path, graph: Path, solution: Solution, summary: Mapping[str, Any]
 
 def content(path: Path, graph: Path, solution: Solution, summary: Mapping[str, Any]) -> dict[str, Any]:
     """The content of a plan file at ``path``; a trace file has the same under ``plan``."""
+    return {"graphrun": VERSION, "graph_file": graph_name(path, graph), **summary, "problem": solution.problem.to_json()}
+
+
+def graph_name(path: Path, graph: Path) -> str:
+    """How a plan file at ``path`` names the graph file ``graph``; `graph_path` reads it."""
     file, folder = graph.resolve(), path.resolve().parent
     relative = Path(os.path.relpath(file, folder)) if file.drive == folder.drive else file  # drives are of Windows
-    name = shipped_name(graph) or relative.as_posix()
-    return {"graphrun": VERSION, "graph_file": name, **summary, "problem": solution.problem.to_json()}
+    return shipped_name(graph) or relative.as_posix()
 
 
 def read(path: Path) -> tuple[Problem, Plan, dict[str, Any]]:

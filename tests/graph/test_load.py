@@ -69,6 +69,11 @@ def test_stages_may_be_written_in_any_order(tmp_path: Path) -> None:
 
 STRICT = {
     "unknown key": ("uses: [vae]", "use: [vae]", "50: stages.decode: unknown key 'use'; did you mean 'uses'?"),
+    "unknown key in a list": (
+        "dtype: bfloat16}",
+        "dtype: bfloat16, loras: [{file: x.safetensors, scal: 2.0}]}",
+        "17: components.text_encoder.loras.0: unknown key 'scal'; did you mean 'scale'?",
+    ),
     "unknown section": ("parts:", "part:", "22: unknown key 'part'; did you mean 'parts'?"),
     "missing key": ("op: decode\n", "\n", "48: stages.decode: 'op' is missing"),
     "key twice": ("name: flux-tiny", "name: a\nname: b", "5: key 'name' is given twice"),

@@ -17,12 +17,14 @@ PLAN, COMMON = "plan, explain, map, run", "JSON of the commands"
 # Printed for graphs with several precisions, where a directive forbids a placement, and for several devices.
 NOT_HERE = {f"explain plan.json COMPONENT: alternatives[].{key}" for key in ("variant", "needs_permission", "refusal")}
 HELPER_KEYS = ("hardware", "budget_bytes", "effective_bytes", "peak_bytes", "components[]")
+NOT_HERE |= {f"plan --cluster: crossings[].{key}" for key in ("value", "to[]", "nbytes", "seconds")}
 NOT_HERE |= {f"{PLAN}: helpers[].{key}" for key in HELPER_KEYS}
 CASES = [
     (PLAN, ("plan", "plan.json")),
     (PLAN, ("explain", "plan.json")),
     (PLAN, ("map", "large.json", "maps.json")),
     (PLAN, ("run", "plan.json", "-o", "flux.png")),
+    ("plan --cluster", ("plan", "flux-tiny", "--cluster", "cluster.yaml", "--set", "steps=2")),
     ("nothing fits", ("plan", *SIM, "--vram", "1M")),
     ("explain plan.json COMPONENT", ("explain", "plan.json", "transformer")),
     ("check", ("check", "plan.json")),
@@ -78,6 +80,8 @@ def test_every_key_is_documented_and_printed(graphrun: Cli) -> None:
     broken["actions"] = [re.sub(r"ring [\d.]+ [KM]iB", "ring 1 KiB", line) for line in broken["actions"]]
     Path("broken.json").write_text(json.dumps(broken))
     Path("requests.jsonl").write_text('{"prompt": "a cat"}\n{"prompt": "a dog", "steps": 0}\n')
+
+    Path("cluster.yaml").write_text("{graphrun: 1, hosts: {a: {ram: 8G, devices: [{id: 0, hardware: sim, vram: 6M}]}}}")
 
     sections, printed = documented(), dict[str, set[str]]()
     for section, command in CASES:

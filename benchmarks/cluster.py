@@ -1,0 +1,122 @@
+"""Placements of the reference graphs on 2 to 512 mixed devices, on paper: items per second, bottleneck, cost, time to plan.
+
+.venv/bin/python benchmarks/cluster.py [GRAPH ...]      some minutes for each graph; writes benchmarks/results/cluster.json
+
+Hosts of two equal cards with 64 GiB of RAM each, of five kinds in turn, all on one network of 10 Gbit/s. A row per number of
+devices and objective: the placement's rate and the rate of its simulated stream (graphrun/cluster/stream.py), the latency of one
+item, the same for all stages on each card (``replicas``), and dollars per 1,000 items at PRICES. CPU seconds to plan: those of
+pricing columns by the planner of one device (once for each graph, kept in the folder given with --cache), and the others. All
+seconds are predictions of priors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent)]
+os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+import graphrun  # noqa: E402
+from graphrun.cluster import columns  # noqa: E402
+from graphrun.cluster.machines import Cluster, Device, Host, Link  # noqa: E402
+from graphrun.cluster.place import place  # noqa: E402
+from graphrun.cluster.placement import Objective, Placement  # noqa: E402
+from graphrun.cluster.stream import steady_rate  # noqa: E402
+from graphrun.profile.hardware import hardware  # noqa: E402
+from graphrun.units import GIB  # noqa: E402
+
+GRAPHS = ("flux-dev", "wan22-t2v", "hunyuan-video")
+KINDS = (("rtx4090", 22), ("rtx3060", 11), ("rtx4060ti", 15), ("a6000", 46), ("l4", 22))  # GiB of VRAM that may be used
+PRICES = {"rtx4090": 0.35, "rtx3060": 0.08, "rtx4060ti": 0.12, "a6000": 0.50, "l4": 0.45}  # dollars per hour, assumed
+SIZES = (2, 4, 8, 32, 128, 512)
+BOTH = (4, 8)  # numbers of devices with both objectives
+RAM_GIB, PER_HOST = 64, 2
+
+
+def cluster_of(devices: int) -> Cluster:
+    """Hosts of two equal cards, whose disk they share."""
+    hosts = []
+    for number in range(devices // PER_HOST):
+        name, gib = KINDS[number % len(KINDS)]
+        card = hardware(name)
+        card = replace(card, disk_bytes_per_second=card.disk_bytes_per_second / PER_HOST)
+        own = tuple(Device(f"h{number}", n, card, gib * GIB, f"cuda:{n}") for n in range(PER_HOST))
+        hosts.append(Host(f"h{number}", RAM_GIB * GIB, None, own))
+    return Cluster(tuple(hosts), (Link(tuple(host.name for host in hosts), 1.2e9, 1e-4),) if len(hosts) > 1 else ())
+
+
+def figures(placement: Placement, stream: bool) -> dict[str, Any]:
+    """The figures of one placement; ``stream``: with those of a simulated stream."""
+    hours = sum(PRICES[of.device.hardware.name] for of in placement.assignments) / 3600
+    held: dict[str, int] = {}
+    for of in placement.assignments:
+        key = f"{of.device.hardware.name}: {' '.join(of.stages)}"
+        held[key] = held.get(key, 0) + 1
+    return {
+        "items_per_second": round(placement.items_per_second, 6),
+        **({"simulated_items_per_second": round(steady_rate(placement), 6)} if stream else {}),
+        "latency_seconds": round(placement.latency_seconds, 2),
+        "bottleneck": " ".join(placement.bottleneck),
+        "dollars_per_1000": round(1000 * hours / placement.items_per_second, 2),
+        "held": held,
+    }
+
+
+def row(graph: Any, devices: int, objective: Objective, cache: Path | None) -> dict[str, Any]:
+    """One placement beside replicas only."""
+    pricing_seconds, plan = 0.0, columns.Planner._plan
+
+    def timed(*arguments: Any) -> Any:
+        nonlocal pricing_seconds
+        start = time.process_time()
+        found = plan(*arguments)
+        pricing_seconds += time.process_time() - start
+        return found
+
+    columns.Planner._plan = timed  # type: ignore[method-assign]
+    start = time.process_time()
+    placed = place(graph, cluster_of(devices), objective=objective, cache=cache, gains=False)
+    seconds = time.process_time() - start
+    columns.Planner._plan = plan  # type: ignore[method-assign]
+    return {
+        "devices": devices,
+        "objective": objective,
+        **figures(placed.placement, objective == "throughput"),
+        "replicas": figures(placed.replicas, False) if placed.replicas is not None else None,
+        "columns_priced": placed.priced,
+        "pricing_cpu_seconds": round(pricing_seconds, 1),
+        "other_cpu_seconds": round(seconds - pricing_seconds, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("graphs", nargs="*", default=GRAPHS)
+    parser.add_argument("--cache", type=Path)
+    asked = parser.parse_args()
+    to = HERE / "results" / "cluster.json"
+    for name in asked.graphs:
+        graph, rows = graphrun.load(name), list[dict[str, Any]]()
+        for devices in SIZES:
+            objectives: tuple[Objective, ...] = ("throughput", "latency") if devices in BOTH else ("throughput",)
+            for objective in objectives:
+                rows.append(row(graph, devices, objective, asked.cache))
+                print(name, json.dumps(rows[-1]), flush=True)
+                known = json.loads(to.read_text()) if to.exists() else {}
+                known["date"], known["highspy"] = datetime.date.today().isoformat(), version("highspy")
+                known["kinds"] = [{"hardware": of, "vram_gib": gib, "dollars_per_hour": PRICES[of]} for of, gib in KINDS]
+                to.write_text(json.dumps({**known, name: rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Several machines: which device serves which stages, planned ahead and simulated."""

@@ -1,0 +1,217 @@
+"""Workers as actors of Ray, one per device in a placement group; values go through its object store.
+
+An actor that dies is started again by Ray in the same place, and what it was asked to run is run again. Ray sends no usage
+statistics from here, and a cluster that is started here has no dashboard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from graphrun.batch.cache.pack import pack, unpack
+from graphrun.batch.queue import Batch, BatchContext
+from graphrun.batch.requests import Request
+from graphrun.batch.schedule import Segment
+from graphrun.cluster.flow import Flow, segments_of
+from graphrun.cluster.machines import Cluster, Device
+from graphrun.cluster.place import place
+from graphrun.cluster.placement import Objective, Placement
+from graphrun.cluster.worker import LostValue, Report, Worker
+from graphrun.errors import BrokenPlan, InputError
+from graphrun.graph.graph import Graph
+
+RETRIES = 8  # of a run whose actor died
+READY_SECONDS = 60  # that the actors' places may take to be there
+STORE_BYTES = 256 << 20, 2 << 30  # least and most of the object store of a cluster that is started here
+CPUS = 0.001  # of an actor, in Ray's count, so that the cores of the machine set no limit
+
+
+@contextlib.contextmanager
+def joined(cluster: Cluster) -> Iterator[Any]:
+    """Ray, connected to the cluster at ``cluster.address``; else to one that is started here, and stopped. A connection that the
+    process has is used. Raises InputError where Ray is not installed, or is not at the address."""
+    ray = _imported()
+    if ray.is_initialized():
+        yield ray
+        return
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "namespace": "graphrun"}
+    try:
+        if cluster.address is not None:
+            ray.init(cluster.address, **quiet)
+        else:
+            store_bytes = sorted((*STORE_BYTES, sum(host.ram_bytes for host in cluster.hosts) // 4))[1]
+            own = {"num_cpus": 1, "num_gpus": _gpus(cluster), "object_store_memory": store_bytes, "include_dashboard": False}
+            ray.init("local", **own, **quiet, _system_config={"worker_niceness": 0})
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise InputError(f"Ray at {cluster.address or 'this machine'}: {error}") from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _imported() -> Any:
+    try:
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        import ray.util.scheduling_strategies
+    except ImportError:
+        raise InputError("--cluster runs on Ray, which is not installed: pip install 'graphrun[cluster]'") from None
+    return ray
+
+
+def _gpus(cluster: Cluster) -> int:
+    return sum(device.hardware.device == "cuda" for device in cluster.devices)
+
+
+class _Ticket(NamedTuple):
+    """References to what a run makes and to its report."""
+
+    values: Any
+    report: Any
+
+
+class _Actor:
+    """A `Worker` in a process of its own."""
+
+    def __init__(self, device: Device, threads: int) -> None:
+        torch.set_num_threads(threads)  # kernels of the CPU round by their number
+        self._device = device
+        self._worker: Worker | None = None
+
+    def run(self, segment: Sequence[Any], inputs: Mapping[str, Any], values: Sequence[Any]) -> tuple[bytes, Report]:
+        """As `Worker.run`, of the one ``segment``. It and ``values`` are references."""
+        if self._worker is None:
+            import ray
+
+            self._worker = Worker(ray.get(segment[0]), self._device)
+        return self._worker.run(inputs, [functools.partial(_value, reference) for reference in values])
+
+
+def _value(reference: Any) -> bytes:
+    import ray
+
+    try:
+        return bytes(ray.get(reference))
+    except ray.exceptions.ObjectLostError as error:
+        raise LostValue(str(error)) from None
+
+
+class Actors(contextlib.ExitStack):
+    """The crew of ``placement`` (`graphrun.cluster.flow.Crew`), on ``ray``. A context manager.
+
+    Raises InputError where the cluster has no node for a host, or no room.
+    """
+
+    def __init__(self, ray: Any, segments: Sequence[Segment], placement: Placement) -> None:
+        super().__init__()
+        self._ray, group, devices = ray, ray.util.placement_group, [of.device for of in placement.assignments]
+        nodes = _nodes(ray, placement.cluster)
+        bundles = [_bundle(device, nodes) for device in devices]
+        places = group(bundles, strategy="PACK")
+        self.callback(ray.util.remove_placement_group, places)
+        if not places.wait(READY_SECONDS):
+            self.close()
+            raise InputError(f"Ray has no room for {', '.join(of.name for of in devices)}: it has {ray.available_resources()}")
+        self._actors, self._segments = [], [ray.put(segment) for segment in segments]
+        for number, device in enumerate(devices):
+            actor = ray.remote(_Actor).options(
+                num_cpus=CPUS,
+                num_gpus=bundles[number].get("GPU", 0),
+                max_restarts=-1,
+                max_task_retries=RETRIES,
+                runtime_env={"env_vars": _visible(device)},
+                scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(places, number),
+            )
+            self._actors.append(actor.remote(device, torch.get_num_threads()))
+            self.callback(ray.kill, self._actors[-1])
+
+    def begin(self, worker: int, inputs: Mapping[str, Any], values: Sequence[Any]) -> _Ticket:
+        """Begins a run of actor number ``worker``, after those begun before."""
+        run = self._actors[worker].run.options(num_returns=2)
+        return _Ticket(*run.remote([self._segments[worker]], dict(inputs), list(values)))
+
+    def done(self, tickets: Collection[_Ticket], *, every: bool) -> Collection[_Ticket]:
+        """Those of ``tickets`` that are done, when one is, or with ``every`` all are; none after a second."""
+        wanted = len(tickets) if every else 1
+        ready, _ = self._ray.wait([of.report for of in tickets], num_returns=wanted, timeout=1.0)
+        return [of for of in tickets if of.report in ready] if len(ready) >= wanted else []
+
+    def report(self, ticket: _Ticket) -> Report:
+        """Of a run that is done. Raises BrokenPlan where its actor died each time."""
+        try:
+            found: Report = self._ray.get(ticket.report)
+            return found
+        except self._ray.exceptions.RayActorError as error:
+            raise BrokenPlan(f"its process died {RETRIES + 1} times: {error}") from None
+
+    def made(self, ticket: _Ticket) -> Any:
+        """The reference to what the run makes."""
+        return ticket.values
+
+    def keep(self, values: Mapping[str, Any]) -> Any:
+        """Puts values into the object store."""
+        return self._ray.put(pack(dict(values)))
+
+    def fetch(self, handle: Any) -> dict[str, Any]:
+        """The values of a reference. Raises LostValue."""
+        return dict(unpack(_value(handle)))
+
+
+def _bundle(device: Device, nodes: Mapping[str, str]) -> dict[str, float]:
+    node = {f"node:{nodes[device.host]}": CPUS} if device.host in nodes else {}
+    return {"CPU": CPUS, **({"GPU": 1} if device.hardware.device == "cuda" else {}), **node}
+
+
+def _visible(device: Device) -> dict[str, str]:
+    """The environment in which ``device`` is the only CUDA device."""
+    if device.hardware.device != "cuda":
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": device.torch.partition(":")[2] or "0", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+
+
+def _nodes(ray: Any, cluster: Cluster) -> dict[str, str]:
+    """Host -> address of the node of that name. Empty where the cluster is one node, and all hosts are simulated on it or are one.
+
+    Raises InputError for a host without a node.
+    """
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    if len(alive) == 1 and (len(cluster.hosts) == 1 or not _gpus(cluster)):
+        return {}
+    named = {
+        node[key]: node["NodeManagerAddress"] for key in ("NodeManagerHostname", "NodeManagerAddress", "NodeName") for node in alive
+    }
+    if missing := [host.name for host in cluster.hosts if host.name not in named]:
+        raise InputError(
+            f"Ray has no node called {', '.join(missing)}, but {', '.join(sorted(named))}: name the hosts of the cluster file so, "
+            "or start a node with ray start --node-name NAME"
+        )
+    return {host.name: named[host.name] for host in cluster.hosts}
+
+
+class OnCluster(contextlib.ExitStack):
+    """Runs requests of equal settings on ``cluster`` (`graphrun.batch.queue.BatchContext.elsewhere`). A context manager.
+
+    ``objective``, ``cache`` and ``budgets`` are as for `graphrun.cluster.place.place`. Raises InputError without Ray.
+    """
+
+    def __init__(self, cluster: Cluster, objective: Objective, cache: Path | None, budgets: Mapping[str, Any]) -> None:
+        super().__init__()
+        _imported()
+        self._cluster, self._ray = cluster, None
+        self._arguments = {**budgets, "objective": objective, "cache": cache, "gains": False}
+
+    def __call__(self, graph: Graph, requests: Sequence[Request], context: BatchContext, batch: Batch) -> None:
+        """Places the stages, starts the actors and runs ``requests``."""
+        of = {**self._arguments, "inputs": requests[0].inputs, "items": len(requests)}
+        placement = place(graph, self._cluster, **of).placement
+        if self._ray is None:
+            self._ray = self.enter_context(joined(self._cluster))
+        with Actors(self._ray, segments_of(graph, placement), placement) as crew:
+            Flow(graph, requests, context, batch, placement, crew).run()

@@ -1,0 +1,193 @@
+"""Columns of the master program: stages on a kind of device, priced by the planner when a bound says that they may be chosen.
+
+share of the host's memory    1      whole plan: RAM it takes, seconds
+                              1/2    the largest of SHARES below what that took: less RAM, no faster
+                              ...    until no plan fits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from graphrun import api
+from graphrun.batch.schedule import segment_of
+from graphrun.cluster.machines import Cluster
+from graphrun.cluster.placement import Column, column_of
+from graphrun.files import Store
+from graphrun.graph.graph import Graph
+from graphrun.model.choices import use_with
+from graphrun.model.problem import Hardware, PhaseNumbers, Problem, Use
+from graphrun.store import fitting_for
+
+SHARES = (1.0, 3 / 4, 1 / 2, 1 / 3, 1 / 4, 1 / 8)  # of a host's RAM and page-locked RAM that one device may take
+
+
+class Kind(NamedTuple):
+    """Devices that are alike: hardware, VRAM budget, and what the host has of RAM and page-locked RAM (None: as RAM)."""
+
+    hardware: Hardware
+    vram_bytes: int
+    ram_bytes: int
+    pinned_bytes: int | None
+
+
+def kinds_of(cluster: Cluster) -> dict[str, Kind]:
+    """The kind of each device of ``cluster``, by the device's name."""
+    return {
+        device.name: Kind(device.hardware, device.vram_bytes, host.ram_bytes, host.pinned_bytes)
+        for host in cluster.hosts
+        for device in host.devices
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """Stages ``begin`` to ``end`` on a kind of device, within a ``share`` of the host's memory. An item takes ``seconds`` once its
+    values are there, and begins after ``ahead_seconds``. Without a ``column`` these are bounds, and so are no bytes."""
+
+    begin: int
+    end: int
+    share: float
+    seconds: float
+    ahead_seconds: float = 0.0
+    column: Column | None = None
+
+    @property
+    def ram_bytes(self) -> int:
+        """At least."""
+        return self.column.ram_bytes if self.column is not None else 0
+
+    @property
+    def pinned_bytes(self) -> int:
+        """At least."""
+        return self.column.pinned_bytes if self.column is not None else 0
+
+
+class Pricing:
+    """The options of each kind of device for consecutive ``stages``.
+
+    ``price(kind, stages, share)``: the column of the best plan within a share of the host's memory, None where nothing fits.
+    ``least(kind, stage)``: seconds that no plan can undercut. ``cold``: whether the seconds of an item are those of a first one.
+    ``whole``: all stages together are the only interval.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[str],
+        price: Callable[[Kind, tuple[str, ...], float], Column | None],
+        least: Callable[[Kind, str], float],
+        *,
+        cold: bool = False,
+        whole: bool = False,
+    ) -> None:
+        self.stages, self._price, self._least, self.cold = tuple(stages), price, least, cold
+        last = len(self.stages)
+        self._spans = [(0, last)] if whole else [(begin, end) for end in range(1, last + 1) for begin in range(end)]
+        self._options: dict[Kind, dict[tuple[int, int], list[Option]]] = {}
+
+    def least_seconds(self, kind: Kind, stage: str) -> float:
+        """Seconds of ``stage`` that no plan for ``kind`` undercuts."""
+        return self._least(kind, stage)
+
+    def options(self, kind: Kind) -> list[Option]:
+        """Priced ones, and for each interval of stages one of which only bounds are known, where there may be a better one."""
+        return [option for chain in self._chains(kind).values() for option in chain]
+
+    def refine(self, kind: Kind, option: Option) -> None:
+        """Prices ``option``, which has only bounds; where that is of a part of the host's memory, all smaller ones too."""
+        chain = self._chains(kind)[option.begin, option.end]
+        chain.remove(option)
+        further = self._priced(kind, option, chain)
+        while further is not None and option.share < SHARES[0]:
+            further = self._priced(kind, further, chain)
+        if further is not None:
+            chain.append(further)
+
+    def _priced(self, kind: Kind, option: Option, chain: list[Option]) -> Option | None:
+        """Adds ``option`` with its plan to ``chain``, where one fits; returns bounds on the next smaller share."""
+        column = self._price(kind, self.stages[option.begin : option.end], option.share)
+        if column is None:
+            return None
+        ahead = column.ahead_seconds if self.cold else 0.0
+        least = max(option.seconds, column.cold_seconds - ahead if self.cold else column.steady_seconds)
+        if not any(of.ram_bytes <= column.ram_bytes and of.pinned_bytes <= column.pinned_bytes for of in chain):
+            chain.append(replace(option, seconds=least, ahead_seconds=ahead, column=column))
+        pinned = column.pinned_bytes / kind.pinned_bytes if kind.pinned_bytes else 0.0
+        taken = min(option.share, max(column.ram_bytes / kind.ram_bytes, pinned))
+        smaller = next((share for share in SHARES if share < taken), None)
+        if smaller is None:
+            return None
+        if self.cold:  # its cold seconds are no fewer, but more of them may pass ahead
+            return replace(option, share=smaller, ahead_seconds=max(0.0, least + ahead - option.seconds))
+        return replace(option, share=smaller, seconds=least)
+
+    def _chains(self, kind: Kind) -> dict[tuple[int, int], list[Option]]:
+        if kind not in self._options:
+            least = [self._least(kind, stage) for stage in self.stages]
+            self._options[kind] = {(a, b): [Option(a, b, SHARES[0], sum(least[a:b]))] for a, b in self._spans}
+        return self._options[kind]
+
+
+class Planner:
+    """Prices columns of ``graph`` by the planner of one device, as sessions of ``items`` runs. ``arguments``: of `api.estimate`.
+
+    ``store``: plans are read from it and kept there.
+    """
+
+    def __init__(self, graph: Graph, items: int, cache: Any, arguments: Mapping[str, Any]) -> None:
+        self._graph, self._items, self._arguments, self._cache = graph, items, arguments, cache
+        self._store = Store(cache) if cache is not None else None
+        self._problems: dict[Kind, Problem] = {}
+        self._columns: dict[tuple[Kind, tuple[str, ...], float], Column | None] = {}
+
+    def problem(self, kind: Kind) -> Problem:
+        """The problem of all stages on ``kind``."""
+        if kind not in self._problems:
+            limits = {"vram": kind.vram_bytes, "ram": kind.ram_bytes, "pinned": kind.pinned_bytes}
+            own = {**self._arguments, **limits, "hardware": kind.hardware, "runs": self._items, "cache": self._cache}
+            self._problems[kind] = api.estimate(self._graph, **own)
+        return self._problems[kind]
+
+    def price(self, kind: Kind, stages: tuple[str, ...], share: float) -> Column | None:
+        """See `Pricing`. Priced once."""
+        key = kind, stages, share
+        if key not in self._columns:
+            self._columns[key] = self._plan(kind, stages, share)
+        return self._columns[key]
+
+    @property
+    def priced(self) -> int:
+        """The number of columns that were asked for."""
+        return len(self._columns)
+
+    def _plan(self, kind: Kind, stages: tuple[str, ...], share: float) -> Column | None:
+        whole = self.problem(kind)
+        problem = segment_of(self._graph, whole, stages, self._items)[1]
+        pinned = None if kind.pinned_bytes is None else int(share * kind.pinned_bytes)
+        problem = replace(problem, ram_bytes=int(share * kind.ram_bytes), pinned_bytes=pinned)
+        solution = fitting_for(problem, self._store)
+        return column_of([stage.name for stage in self._graph.stages], whole.values, solution) if solution is not None else None
+
+    def least(self, kind: Kind, stage: str) -> float:
+        """Compute seconds of ``stage`` with the fastest variants and options that a plan may choose."""
+        problem = self.problem(kind)
+
+        def seconds(use: Use) -> float:
+            component = problem.component(use.component)
+            variants = [component.variants[index] for index in problem.usable(component)]
+            return min((_compute_seconds(use_with(use, component, of), component.groups) for of in variants), default=0.0)
+
+        def of_phases(phases: Sequence[PhaseNumbers]) -> float:
+            return sum(seconds(use) for phase in phases for use in phase.uses)
+
+        ways = [[phase for phase in problem.phases if phase.stage == stage]]
+        ways += [list(option.phases) for option in problem.options if option.stage == stage]
+        return min(map(of_phases, ways))
+
+
+def _compute_seconds(use: Use, groups: Sequence[Any]) -> float:
+    """Compute of all calls of ``use``."""
+    by_group = [len(of.blocks) * seconds for of, seconds in zip(groups, use.seconds, strict=True)]
+    return sum(calls * seconds for calls, seconds in zip(use.group_calls, by_group, strict=True))

@@ -1,0 +1,77 @@
+"""Reads and writes the plan file of a placement: a section per device, each checked and simulated as a plan by itself.
+
+{"graphrun": 2, "graph_file": ..., "cluster": {...}, "actions": [the placement's text], "problems": {digest: problem}, ...figures}
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from graphrun.cluster.machines import Cluster
+from graphrun.cluster.placement import Assignment, Placement, column_of, parse_placement, violations
+from graphrun.cluster.stream import with_figures
+from graphrun.errors import PlanError
+from graphrun.model.problem import ValueNumbers
+from graphrun.reading import read_json
+from graphrun.report import plan_files
+from graphrun.verify.solution import solution_of
+
+
+def is_placement(data: Any) -> bool:
+    """Whether ``data``, the content of a plan file, is a placement."""
+    return isinstance(data, dict) and "cluster" in data
+
+
+def save(path: Path, graph: Path, placement: Placement, summary: dict[str, Any]) -> None:
+    """Writes ``placement`` of the graph in the file ``graph`` to ``path``. Raises InputError."""
+    solutions = [of.column.solution for of in placement.assignments if of.column.solution is not None]
+    plan_files.write_json(
+        path,
+        {
+            "graphrun": plan_files.VERSION,
+            "graph_file": plan_files.graph_name(path, graph),
+            **summary,
+            "cluster": asdict(placement.cluster),
+            "actions": str(placement).splitlines(),
+            "stages": placement.stages,
+            "values": [asdict(of) for of in placement.values],
+            "problems": {solution.plan.problem: solution.problem.to_json() for solution in solutions},
+        },
+    )
+
+
+def read(path: Path) -> tuple[Placement, dict[str, Any]]:
+    """The placement in the plan file ``path``, checked and simulated, and all entries of the file. Raises PlanError."""
+    data = read_json(path, PlanError)
+    again = "plan again: graphrun plan GRAPH --cluster FILE -o FILE"
+    if not is_placement(data) or data.get("graphrun") != plan_files.VERSION:
+        raise PlanError(f"is not a plan for a cluster; {again}", str(path))
+    try:
+        cluster = TypeAdapter(Cluster).validate_python(data["cluster"])
+        objective, items, sections = parse_placement("\n".join(data["actions"]))
+        problems = {digest: plan_files.problem_from(of) for digest, of in data["problems"].items()}
+        stages, values = tuple(data["stages"]), TypeAdapter(tuple[ValueNumbers, ...]).validate_python(data["values"])
+        devices = {device.name: device for device in cluster.devices}
+        assignments = []
+        for name, own, plan in sections:
+            if name not in devices:
+                raise PlanError(f"there is no device {name}")
+            problem = problems[plan.problem]
+            plan_files.refuse_violations(path, problem, plan)
+            assignments.append(Assignment(devices[name], column_of(stages, values, solution_of(problem, plan))))
+            if assignments[-1].stages != own:
+                raise PlanError(f"the plan of {name} is for {' '.join(assignments[-1].stages)}, not {' '.join(own)}")
+        placement = Placement(objective, items, stages, values, cluster, tuple(assignments))
+    except plan_files.BrokenRules:
+        raise
+    except PlanError as error:
+        raise PlanError(f"{error}; {again}", str(path)) from error
+    except (ValidationError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise PlanError(f"is damaged: {type(error).__name__} {error}; {again}", str(path)) from error
+    if broken := violations(placement):
+        raise PlanError("\n".join(["the placement may not be run:", *broken]), str(path))
+    return with_figures(placement), data

@@ -1,0 +1,401 @@
+"""Runs requests on the devices of a placement: which item goes where, when, and what happens when a value or a device is lost.
+
+    before stage 0    a/0 [encode]    before stage 1    b/0 [denoise decode]    in order
+    o o o o o o o ->  o >###> o o  ->       o o     ->       o >###>        ->  o o o
+
+A device that is idle takes the oldest item of those whose values have arrived; at most WAITING wait before it and behind it. What
+a run makes stays where the crew keeps it, until the items that read it are done. Requests with equal inputs of a stage share its
+run, by the keys of the output cache. An item whose values were lost goes back to the stage that makes them; the same inputs make
+the same bits, and an item counts as done once, when its outputs are handed on.
+
+On simulated devices there is one virtual clock: a run begins when its device is free and its values have arrived over the planned
+links, and takes what the device measured. Elsewhere the clock is the wall's.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import heapq
+import itertools
+import time
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from graphrun.batch.cache.keys import choices_of
+from graphrun.batch.queue import Batch, BatchContext, Unfinished, Works
+from graphrun.batch.requests import Request
+from graphrun.batch.schedule import Schedule, Segment
+from graphrun.cluster.machines import Link
+from graphrun.cluster.placement import WAITING, Assignment, Placement, crossing
+from graphrun.cluster.worker import LostValue, Report
+from graphrun.errors import BrokenPlan, GraphrunError, OutOfMemory, PlanError, TransferFailed
+from graphrun.graph.graph import Graph
+from graphrun.trace import Lane
+
+LOSSES = 8  # of values of one item, after which it fails
+
+Handle = Any  # of what a run makes
+Ticket = Any  # of a run that was begun
+
+
+class Crew(Protocol):
+    """Workers, one for each assignment of a placement, and what keeps their values."""
+
+    def begin(self, worker: int, inputs: Mapping[str, Any], values: Sequence[Handle]) -> Ticket:
+        """Begins a run of worker number ``worker``, after those begun before."""
+
+    def done(self, tickets: Collection[Ticket], *, every: bool) -> Collection[Ticket]:
+        """Those of ``tickets`` that are done, when one is, or with ``every`` all are; none after a second."""
+
+    def report(self, ticket: Ticket) -> Report:
+        """Of a run that is done. Raises BrokenPlan where its worker died each time."""
+
+    def made(self, ticket: Ticket) -> Handle:
+        """The handle of what the run makes."""
+
+    def keep(self, values: Mapping[str, Any]) -> Handle:
+        """Keeps values that no worker made."""
+
+    def fetch(self, handle: Handle) -> dict[str, Any]:
+        """The values of a handle. Raises LostValue."""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Made:
+    """What the stages ``span`` of the graph make for one or more items. ``handle``: None until then, and for values that wait in
+    this process until a worker wants them."""
+
+    span: tuple[int, int]
+    handle: Handle = None
+    done: bool = False
+    followers: list[_Item] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Item:
+    """A request on its way. ``at``: number of the stage that is next; ``host``: where its values are; ``holder``: the worker behind
+    which its values wait; ``made``: by stage."""
+
+    work: Unfinished
+    at: int = 0
+    host: str = ""
+    holder: _Post | None = None
+    made: dict[str, _Made] = field(default_factory=dict)
+    losses: int = 0
+
+    @property
+    def number(self) -> int:
+        """Of the request."""
+        return self.work.request.number
+
+
+@dataclass(slots=True, eq=False)
+class _Post:
+    """A worker and its items: ``coming`` are on their way, those in ``inbox`` have arrived, ``outbox`` results wait."""
+
+    number: int
+    assignment: Assignment
+    segment: Segment
+    span: tuple[int, int]
+    inbox: list[_Item] = field(default_factory=list)
+    coming: int = 0
+    outbox: int = 0
+    busy: bool = False
+
+    @property
+    def queued(self) -> int:
+        """Items that it has, in all."""
+        return len(self.inbox) + self.coming + self.busy
+
+
+class Flow(Works):
+    """Runs ``requests`` with equal settings by ``placement`` with ``crew``. ``virtual``: the devices are simulated."""
+
+    def __init__(
+        self, graph: Graph, requests: Sequence[Request], context: BatchContext, batch: Batch, placement: Placement, crew: Crew
+    ) -> None:
+        super().__init__(graph, requests, context, batch, ram_bytes=0)  # RAM is the devices': what is found waits on disk
+        self.placement, self.crew, self.names = placement, crew, placement.stages
+        self.virtual = all(of.device.hardware.device == "sim" for of in placement.assignments)
+        self.segments = segments_of(graph, placement)
+        posts = zip(itertools.count(), placement.assignments, self.segments, strict=False)
+        self.posts = [_Post(number, of, segment, placement.span(of)) for number, of, segment in posts]
+        self.nbytes = [sum(of.nbytes for of in crossing(self.names, placement.values, at)) for at in range(len(self.names))]
+        self.requests = len(self.todo)
+        self.waiting: dict[int, list[_Item]] = defaultdict(list)  # by stage, in order
+        self.order = deque[_Item]()  # not handed on
+        self.shared: weakref.WeakValueDictionary[Any, _Made] = weakref.WeakValueDictionary()
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.running: dict[Ticket, tuple[_Post, _Item, _Made, float]] = {}
+        self.free_seconds: dict[tuple[str, str], float] = defaultdict(float)  # when the link from a host to another is free
+        self.start_seconds, self.clock, self.count = time.monotonic(), 0.0, itertools.count()
+        self.before_seconds = batch.seconds if batch.lanes else 0.0  # of requests with other settings
+
+    def run(self) -> None:
+        """Runs all requests."""
+        with self.values:
+            schedule = self._schedule()
+            self._require_choices(schedule)
+            self.batch.schedules.append(schedule)
+            self.context.watcher.schedule(schedule, {name: len(self.todo) for name in self.names})
+            for work in self.todo:
+                self._found(work)
+                self.order.append(item := _Item(work))
+                self.waiting[0].append(item)
+            while self.order:
+                while self._move():
+                    pass
+                if self.order:
+                    self._advance()
+
+    def _schedule(self) -> Schedule:
+        waiting = WAITING * max(self.nbytes)
+        moved = sum(segment.total(1)[1] for segment in self.segments)
+        return Schedule(self.segments, len(self.todo), len(self.todo), self.placement.seconds, moved, waiting, waiting)
+
+    # -- items between devices
+
+    def _move(self) -> bool:
+        """Hands on what is finished, sends items to devices and starts idle ones; whether anything moved."""
+        moved = self._hand_on()
+        for begin in sorted(self.waiting, reverse=True):
+            moved |= begin < len(self.names) and self._pull(begin)
+        for post in self.posts:
+            if not post.busy and post.inbox and post.outbox < WAITING:
+                self._start(post, post.inbox.pop(0))
+                moved = True
+        return moved
+
+    def _pull(self, begin: int) -> bool:
+        """Sends items that wait before stage ``begin`` to the devices with the fewest; whether any moved."""
+        moved, queue = False, self.waiting[begin]
+        for item in list(queue):
+            if self._skips(item):
+                moved = True
+                continue
+            able = [
+                (post, link)
+                for post in self.posts
+                if post.span[0] == begin
+                and post.coming + len(post.inbox) < WAITING
+                and (link := self.placement.cluster.link(item.host or post.assignment.device.host, post.assignment.device.host))
+            ]
+            if not able:
+                break
+            queue.remove(item)
+            post, link = min(able, key=lambda pair: (pair[0].queued, pair[0].assignment.column.steady_seconds))
+            post.coming += 1
+            self._release(item)
+            self._expect(item, post)
+            self._at(self._arrival(item, post, link), functools.partial(self._arrived, post, item))
+            moved = True
+        return moved
+
+    def _skips(self, item: _Item) -> bool:
+        """Whether ``item`` need not run the stages that are next: they are known, or another item runs the same."""
+        before = item.made.get(self.names[item.at])
+        if before is not None and before.done:
+            self._pass(item, before)
+            return True
+        for span in sorted({post.span for post in self.posts if post.span[0] == item.at}, reverse=True):
+            stages = self.names[slice(*span)]
+            names = [str(of)[1:] for of in self.graph.part(stages).outputs.values()]
+            if not self.last & set(stages) and all(self.values.has(item.number, name) for name in names):
+                self._pass(item, _Made(span, done=True))
+                return True
+            if (known := self.shared.get(self._key(item, stages))) is not None:
+                for name in stages:
+                    self.batch.shared[name] = self.batch.shared.get(name, 0) + 1
+                if known.done:
+                    self._pass(item, known)
+                else:
+                    self.waiting[item.at].remove(item)
+                    self._release(item)
+                    known.followers.append(item)
+                return True
+        return False
+
+    def _key(self, item: _Item, stages: Sequence[str]) -> Any:
+        """Equal for items that make the same of ``stages``; None where that is unknown."""
+        keys = tuple(item.work.keys.key(name) for name in stages)
+        return keys if all(keys) else None
+
+    def _pass(self, item: _Item, made: _Made) -> None:
+        """Takes ``item`` past the stages of ``made``."""
+        if item in self.waiting[item.at]:
+            self.waiting[item.at].remove(item)
+        item.made |= dict.fromkeys(self.names[slice(*made.span)], made)
+        item.at = made.span[1]
+        bisect.insort(self.waiting[item.at], item, key=lambda of: of.number)
+
+    def _arrival(self, item: _Item, post: _Post, link: Link) -> float:
+        """When the values of ``item`` are at the host of ``post``: each takes its turn on the link. What is at hand is there now,
+        and on the wall's clock what the crew has yet to move."""
+        if not self.virtual or not item.host:
+            return self.clock
+        way = item.host, post.assignment.device.host
+        self.free_seconds[way] = max(self.clock, self.free_seconds[way]) + self.nbytes[item.at] / link.bytes_per_second
+        return self.free_seconds[way] + link.seconds
+
+    def _arrived(self, post: _Post, item: _Item) -> None:
+        post.coming -= 1
+        bisect.insort(post.inbox, item, key=lambda of: of.number)
+
+    def _release(self, item: _Item) -> None:
+        """The values of ``item`` no longer wait behind the device that made them."""
+        if item.holder is not None:
+            item.holder.outbox -= 1
+            item.holder = None
+
+    # -- runs
+
+    def _expect(self, item: _Item, post: _Post) -> None:
+        """Notes that ``post`` will run its stages for ``item``, and so for others that are equal."""
+        made = _Made(post.span)
+        item.made |= dict.fromkeys(post.assignment.stages, made)
+        if (key := self._key(item, post.assignment.stages)) is not None:
+            self.shared[key] = made
+
+    def _start(self, post: _Post, item: _Item) -> None:
+        ticket = self.crew.begin(post.number, item.work.request.inputs, [self._handle(item, of) for of in self._read(item, post)])
+        post.busy = True
+        self.running[ticket] = post, item, item.made[post.assignment.stages[0]], self.clock
+
+    def _read(self, item: _Item, post: _Post) -> list[_Made]:
+        """What the stages of ``post`` read of others."""
+        return list(dict.fromkeys(item.made[of.name] for of in post.segment.graph.precomputed))
+
+    def _handle(self, item: _Item, made: _Made) -> Handle:
+        if made.handle is None:
+            names = [str(of)[1:] for of in self.graph.part(self.names[slice(*made.span)]).outputs.values()]
+            made.handle = self.crew.keep({name: self.values.get(item.number, name) for name in names})
+        return made.handle
+
+    def _advance(self) -> None:
+        """Goes on to the next event. On the virtual clock that is known when all runs are."""
+        while self.running and (self.virtual or not self.events):
+            self.context.watcher.waits()
+            for ticket in self.crew.done(self.running.keys(), every=self.virtual):
+                post, item, made, start = self.running.pop(ticket)
+                report = self._report(ticket)
+                end = start + report.seconds if self.virtual else time.monotonic() - self.start_seconds
+                self._at(end, functools.partial(self._ended, post, item, made, ticket, report, start))
+        self.clock, _, happens = heapq.heappop(self.events)
+        happens()
+
+    def _report(self, ticket: Ticket) -> Report:
+        try:
+            return self.crew.report(ticket)
+        except GraphrunError as error:  # of a worker that died too often
+            return Report(error=(type(error).__name__, str(error)))
+
+    def _at(self, seconds: float, happens: Callable[[], None]) -> None:
+        heapq.heappush(self.events, (seconds, next(self.count), happens))
+
+    def _ended(self, post: _Post, item: _Item, made: _Made, ticket: Ticket, report: Report, start: float) -> None:
+        post.busy = False
+        sharing = [item, *made.followers]
+        if report.lost:
+            values = self._read(item, post)
+            self._back(sharing, [values[number] for number in report.lost], made)
+            return
+        try:
+            report.require()
+        except BrokenPlan as error:
+            if self.context.strict or isinstance(error, (OutOfMemory, TransferFailed)):
+                raise
+            for each in sharing:
+                self._drop(each, error)
+            return
+        made.handle, made.done, made.followers = self.crew.made(ticket), True, []
+        if report.trace is not None:
+            times = self.before_seconds + start, self.before_seconds + self.clock
+            self.batch.lanes.append(Lane(post.assignment.device.name, item.number, post.assignment.stages, *times, report.trace))
+            self.batch.traces.append((post.assignment.stages, item.number, report.trace))
+            for note in report.trace.notes:
+                self.context.watcher.planned_again(f"{post.assignment.device.name}: {note}")
+        item.holder = post
+        post.outbox += 1
+        self._save(sharing, post, made)
+        for each in sharing:
+            each.host = post.assignment.device.host
+            self._pass(each, made)
+        left = sum(len(self.names) - of.at for of in self.order)
+        share = 1 - left / (len(self.names) * self.requests)
+        self.context.watcher.ran(post.assignment.device.name, post.assignment.stages, item.work.request, share)
+
+    def _save(self, sharing: Sequence[_Item], post: _Post, made: _Made) -> None:
+        """Saves what is made in the journal and in the cache of outputs, of stages all of whose outputs leave the device."""
+        names = [name for name in post.assignment.stages if name not in self.last]
+        if not names or all(of.work.journal is None and of.work.reuse is None for of in sharing):
+            return
+        try:
+            values = self.crew.fetch(made.handle)
+        except LostValue:
+            return  # whoever reads it has it made again
+        for name in names:
+            outputs = {output: values.get(f"{name}.{output}") for output in self.graph.stage(name).outputs}
+            if any(value is None for value in outputs.values()):
+                continue
+            if (reuse := sharing[0].work.reuse) is not None:
+                reuse.keep(name, outputs, choices_of(post.segment.solution))
+            for each in sharing:
+                if each.work.journal is not None:
+                    each.work.journal.keep(name, outputs)
+
+    def _back(self, items: Sequence[_Item], lost: Sequence[_Made], failed: _Made | None = None) -> None:
+        """Sends ``items`` back to the stages that make what was ``lost``. ``failed``: what was not made for lack of it."""
+        gone = [*lost, *([failed] if failed is not None else [])]
+        for key in [key for key, made in self.shared.items() if made in gone]:
+            del self.shared[key]
+        for item in items:
+            self._release(item)
+            item.losses += 1
+            if item.losses > LOSSES:
+                self._drop(item, BrokenPlan(f"its values were lost {item.losses} times"))
+                continue
+            item.made = {name: made for name, made in item.made.items() if made not in gone}
+            item.at, item.host = min(made.span[0] for made in gone), ""
+            bisect.insort(self.waiting[item.at], item, key=lambda of: of.number)
+
+    # -- finished items
+
+    def _hand_on(self) -> bool:
+        """Hands on, in order, the outputs of items that are through; whether there was one."""
+        through, moved = self.waiting[len(self.names)], False
+        while self.order and self.order[0] in through:
+            item = self.order[0]
+            through.remove(item)
+            made = {of.name: item.made[of.name] for of in self.graph.outputs.values()}
+            moved = True
+            try:
+                found = {id(each): self.crew.fetch(each.handle) for each in made.values()}
+            except LostValue:
+                self._back([item], list(made.values()))
+                break
+            self._release(item)
+            self.order.popleft()
+            self._finish(item.work, {name: found[id(made[of.name])][name] for name, of in self.graph.outputs.items()})
+        return moved
+
+    def _drop(self, item: _Item, error: GraphrunError) -> None:
+        self._release(item)
+        self.order.remove(item)
+        self._fail(item.work, error)
+
+
+def segments_of(graph: Graph, placement: Placement) -> tuple[Segment, ...]:
+    """The part of ``graph`` that each device runs, with its plan. Raises PlanError where two devices would make different bits."""
+    found, chosen = list[Segment](), dict[str, Any]()
+    for of in placement.assignments:
+        assert of.column.solution is not None
+        found.append(Segment(of.stages, graph.part(of.stages), of.column.solution))
+        choices = choices_of(of.column.solution)
+        for name, choice in [*choices.variants.items(), *((f"stage {stage}", option) for stage, option in choices.options.items())]:
+            if chosen.setdefault(name, choice) != choice:
+                raise PlanError(f"{of.device.name} runs {name} in another way than a device before it, which changes the output")
+    return tuple(found)

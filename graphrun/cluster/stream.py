@@ -1,0 +1,225 @@
+"""What a placement does with items: an event simulator of a stream of them, the rate that can be sustained, and one item's latency.
+
+Shares no code with the program that chooses placements.
+
+    before stage 0    a/0 [encode]    before stage 1    b/0 [denoise decode]    done
+    o o o o o o o ->  o >###> o o  ->       o o     ->       o >###>        ->  o o o
+                      inbox   outbox                         inbox
+
+An idle device takes the next item of its inbox. It fills that from the items that wait before its first stage, the oldest first,
+until WAITING are in it or on their way; it starts nothing while WAITING results wait behind it. Values take their turn on the link
+between two hosts, one item after another in each direction.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import count
+
+import networkx
+
+from graphrun.cluster.machines import Link
+from graphrun.cluster.placement import WAITING, Assignment, Placement, crossing
+
+WARM_ITEMS = 500  # at least, after which a rate is measured over as many again
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """A device at work. ``inbox``: items whose values are there; ``coming``: those on their way; ``outbox``: results that wait."""
+
+    assignment: Assignment
+    begin: int
+    end: int
+    inbox: int = 0
+    coming: int = 0
+    outbox: int = 0
+    busy: bool = False
+    warm: bool = False
+
+    @property
+    def queued(self) -> int:
+        """Items that it has, in all."""
+        return self.inbox + self.coming + self.busy
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """An item that waits since ``clock``; ``maker`` has its values, None for a new one."""
+
+    clock: float
+    maker: _Worker | None
+
+    @property
+    def host(self) -> str:
+        """Where its values are."""
+        return self.maker.assignment.device.host if self.maker is not None else ""
+
+
+class _Stream:
+    """Items on their way through a placement."""
+
+    def __init__(self, placement: Placement, items: int, warm: bool) -> None:
+        self.last, self.link = len(placement.stages), cache(placement.cluster.link)
+        self.waiting: dict[int, dict[str, deque[_Item]]] = defaultdict(lambda: defaultdict(deque))  # by stage, then host
+        self.waiting[0][""].extend(_Item(0.0, None) for _ in range(items))
+        self.workers: dict[int, list[_Worker]] = defaultdict(list)  # by first stage
+        for of in placement.assignments:
+            worker = _Worker(of, *placement.span(of), warm=warm)
+            self.workers[worker.begin].append(worker)
+        self.nbytes = _bytes_before(placement)
+        self.free_seconds: dict[tuple[str, str], float] = defaultdict(float)  # when the link from a host to another is free
+        self.events: list[tuple[float, int, Callable[[_Worker], None], _Worker]] = []
+        self.order, self.clock, self.done = count(), 0.0, list[float]()
+
+    def run(self) -> list[float]:
+        """When each item is done."""
+        self._pull(0)
+        while self.events:
+            self.clock, _, happens, worker = heapq.heappop(self.events)
+            happens(worker)
+            self._start(worker)
+        return self.done
+
+    def _at(self, seconds: float, happens: Callable[[_Worker], None], worker: _Worker) -> None:
+        heapq.heappush(self.events, (seconds, next(self.order), happens, worker))
+
+    def _pull(self, begin: int) -> None:
+        """Sends items that wait before stage ``begin`` to the devices with the fewest."""
+        while found := self._next(begin):
+            host, worker, link = found
+            item = self.waiting[begin][host].popleft()
+            arrives = self.clock
+            if item.maker is not None:
+                way = host, worker.assignment.device.host
+                self.free_seconds[way] = max(self.clock, self.free_seconds[way]) + self.nbytes[begin] / link.bytes_per_second
+                arrives = self.free_seconds[way] + link.seconds
+                item.maker.outbox -= 1
+                self._start(item.maker)
+            worker.coming += 1
+            self._at(arrives, self._arrived, worker)
+
+    def _next(self, begin: int) -> tuple[str, _Worker, Link] | None:
+        """Of the item that waits longest, and can be sent, the host, the device that gets it, and the link."""
+        free = [of for of in self.workers[begin] if of.coming + of.inbox < WAITING]
+        queues = {host: queue[0].clock for host, queue in self.waiting[begin].items() if queue} if free else {}
+        for host in sorted(queues, key=queues.__getitem__):
+            links = [(of, self.link(host or of.assignment.device.host, of.assignment.device.host)) for of in free]
+            able = [(of, link) for of, link in links if link is not None]
+            if able:
+                return host, *min(able, key=lambda pair: (pair[0].queued, pair[0].assignment.column.steady_seconds))
+        return None
+
+    def _arrived(self, worker: _Worker) -> None:
+        worker.coming -= 1
+        worker.inbox += 1
+
+    def _start(self, worker: _Worker) -> None:
+        if worker.busy or not worker.inbox or worker.outbox >= WAITING:
+            return
+        column = worker.assignment.column
+        seconds = column.steady_seconds if worker.warm else column.cold_seconds - column.ahead_seconds
+        start = self.clock if worker.warm else max(self.clock, column.ahead_seconds)
+        worker.inbox, worker.busy, worker.warm = worker.inbox - 1, True, True
+        self._at(start + seconds, self._finished, worker)
+        self._pull(worker.begin)
+
+    def _finished(self, worker: _Worker) -> None:
+        worker.busy = False
+        if worker.end == self.last:
+            self.done.append(self.clock)
+        else:
+            worker.outbox += 1
+            self.waiting[worker.end][worker.assignment.device.host].append(_Item(self.clock, worker))
+            self._pull(worker.end)
+
+
+def finish_seconds(placement: Placement, items: int, *, warm: bool = False) -> list[float]:
+    """When each of ``items`` items is done, in order, all there at 0 and dispatched as above. ``warm``: with weights loaded."""
+    return _Stream(placement, items, warm).run()
+
+
+def steady_rate(placement: Placement) -> float:
+    """Items per second of a long stream, measured after its first WARM_ITEMS, or ten per device."""
+    first = max(WARM_ITEMS, 10 * len(placement.assignments))
+    times = finish_seconds(placement, 3 * first, warm=True)[first : 2 * first]
+    return (len(times) - 1) / (times[-1] - times[0])
+
+
+def with_figures(placement: Placement) -> Placement:
+    """``placement`` with its rate, latency, seconds and bottleneck."""
+    rate, limiting = _rate(placement, by_host=False)
+    hosts = [host.name for host in placement.cluster.hosts]
+    links = [placement.cluster.link(a, b) for a in hosts for b in hosts]
+    if rate * sum(_bytes_before(placement)) > min(link.bytes_per_second if link is not None else 0.0 for link in links):
+        rate, limiting = _rate(placement, by_host=True)
+    latency, chain = alone(placement)
+    if placement.objective == "latency":
+        limiting = max(chain, key=lambda of: taken_seconds(of, placement.items)).stages
+    seconds = max(finish_seconds(placement, placement.items))
+    return replace(placement, items_per_second=rate, latency_seconds=latency, seconds=seconds, bottleneck=limiting)
+
+
+def _bytes_before(placement: Placement) -> list[int]:
+    """Bytes of the values that cross before each stage."""
+    return [sum(of.nbytes for of in crossing(placement.stages, placement.values, at)) for at in range(len(placement.stages))]
+
+
+def _rate(placement: Placement, *, by_host: bool) -> tuple[float, tuple[str, ...]]:
+    """The largest flow of items, and the stages of the devices that limit it; none where links do. ``by_host``: links between
+    hosts limit it too, each boundary by itself."""
+    network, nbytes, last = networkx.DiGraph(), _bytes_before(placement), len(placement.stages)
+    hosts = sorted({of.device.host for of in placement.assignments}) if by_host else [""]
+    for at, one, other in ((at, one, other) for at in range(1, last) for one in hosts for other in hosts):
+        link = placement.cluster.link(one, other)
+        if link is not None:
+            limit = {} if one == other or not nbytes[at] else {"capacity": link.bytes_per_second / nbytes[at]}
+            network.add_edge((at, one, "made"), (at, other, "wanted"), **limit)
+    for host in hosts:
+        network.add_edge("new", (0, host, "wanted"))
+        network.add_edge((last, host, "made"), "done")
+    for of in placement.assignments:
+        begin, end = placement.span(of)
+        host = of.device.host if by_host else ""
+        ends = (begin, host, "wanted"), (end, host, "made")
+        known = network.get_edge_data(*ends, {"capacity": 0.0})["capacity"]
+        network.add_edge(*ends, capacity=known + 1 / of.column.steady_seconds)
+    rate, (near, _) = networkx.minimum_cut(network, "new", "done")
+    cut = {(a, b): of["capacity"] for a, b, of in network.edges(data=True) if a in near and b not in near}
+    (begin, _, of_begin), (end, *_) = max(cut, key=lambda edge: cut[edge])
+    return float(rate), placement.stages[begin:end] if of_begin == "wanted" else ()
+
+
+def taken_seconds(of: Assignment, items: int) -> float:
+    """Of one item on a device: the first where there is only one, else a later one."""
+    return of.column.cold_seconds - of.column.ahead_seconds if items == 1 else of.column.steady_seconds
+
+
+def alone(placement: Placement) -> tuple[float, tuple[Assignment, ...]]:
+    """Seconds of one item alone, and the devices that run it: of those that hold the same stages, the one that is done first. A
+    device starts when the values have arrived and its weights are there."""
+    cold, stages = placement.items == 1, placement.stages
+
+    def rest(at: int, clock: float, chain: tuple[Assignment, ...]) -> tuple[float, tuple[Assignment, ...]]:
+        if at == len(stages):
+            return clock, chain
+        nbytes = sum(of.nbytes for of in crossing(stages, placement.values, at))
+        first: dict[int, tuple[float, Assignment]] = {}
+        for of in placement.assignments:
+            begin, end = placement.span(of)
+            link = placement.cluster.link(chain[-1].device.host if chain else of.device.host, of.device.host)
+            if begin != at or link is None:
+                continue
+            arrived = clock + (link.seconds + nbytes / link.bytes_per_second if chain else 0.0)
+            ready = max(arrived, of.column.ahead_seconds) if cold else arrived
+            finish = ready + taken_seconds(of, placement.items)
+            if end not in first or finish < first[end][0]:
+                first[end] = finish, of
+        ways = [rest(end, finish, (*chain, of)) for end, (finish, of) in first.items()]
+        return min(ways, key=lambda way: way[0], default=(float("inf"), chain))
+
+    return rest(0, 0.0, ())

@@ -1,0 +1,87 @@
+"""What one device of a placement does: runs of its stages, with values from other devices; as bytes in and bytes out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from graphrun import errors
+from graphrun.batch.cache.pack import pack, unpack
+from graphrun.batch.running import Running
+from graphrun.batch.schedule import Segment
+from graphrun.cluster.machines import Device
+from graphrun.runtime.devices.open import open_device
+from graphrun.trace import Trace
+
+
+class LostValue(Exception):
+    """A value that another device made is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a run took: ``seconds`` of the device's clock, and the ``trace`` without outputs.
+
+    ``lost``: numbers of the values that were gone, ``error``: type and text of the error; nothing was made then.
+    """
+
+    seconds: float = 0.0
+    trace: Trace | None = None
+    lost: tuple[int, ...] = ()
+    error: tuple[str, str] | None = None
+
+    def require(self) -> None:
+        """Raises the run's error."""
+        if self.error is not None:
+            kind = getattr(errors, self.error[0], errors.GraphrunError)
+            raise kind(self.error[1])
+
+
+class Worker:
+    """A session of ``segment`` on ``device``, of which this process is the only user. Nothing is built before the first run."""
+
+    def __init__(self, segment: Segment, device: Device, modules: Mapping[str, Any] | None = None) -> None:
+        self._segment, self._place, self._modules = segment, device, modules
+        self._running: Running | None = None
+
+    def run(self, inputs: Mapping[str, Any], values: Sequence[Callable[[], bytes]]) -> tuple[bytes, Report]:
+        """One run with resolved ``inputs``. ``values`` return what other workers made, or raise LostValue. Returns what this one
+        made: outputs of its part of the graph, which `graphrun.batch.cache.pack` unpacks; and the report."""
+        lost, found = list[int](), dict[str, Any]()
+        for number, value in enumerate(values):
+            try:
+                found |= unpack(value())
+            except LostValue:
+                lost.append(number)
+        if lost:
+            return b"", Report(lost=tuple(lost))
+        try:
+            running = self._open()
+            precomputed = {name: found[name] for name in (str(of)[1:] for of in self._segment.graph.precomputed)}
+            begin = self._clock(running)
+            trace = running.run(inputs, precomputed=precomputed)
+            report = Report(self._clock(running) - begin, replace(trace, outputs={}))
+            return pack(trace.outputs), report
+        except errors.GraphrunError as error:
+            return b"", Report(error=(type(error).__name__, f"device {self._place.name}: {error}"))
+
+    def close(self) -> None:
+        """Leaves the device empty."""
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+    def _open(self) -> Running:
+        if self._running is None:
+            self._running = Running(self._segment, open_device(self._segment.solution.problem), self._modules)
+        return self._running
+
+    @staticmethod
+    def _clock(running: Running) -> float:
+        """Seconds, with everything done that was begun: virtual ones on the simulated device."""
+        if running.device.name != "sim":
+            return time.perf_counter()  # a run ends with a barrier
+        running.device.barrier()
+        return running.device.seconds_at(running.device.mark("compute"))

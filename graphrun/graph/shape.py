@@ -1,0 +1,109 @@
+"""The shape of a YAML file by a pydantic model; pydantic's errors become messages about the file's entries, with their lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from graphrun.graph.document import Document
+from graphrun.graph.schema import PATTERNS, Spec
+from graphrun.graph.values import did_you_mean
+
+_Spec = TypeVar("_Spec", bound=Spec)
+_EXPECTED = {
+    "string_type": "a text",
+    "int_type": "an int",
+    "int_from_float": "an int",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "list_type": "a list",
+}
+
+
+def spec_of(model: type[_Spec], document: Document) -> _Spec:
+    """``document`` as a ``model``. Raises GraphError with one line per problem: ``file:line: entry: what is wrong``."""
+    try:
+        return model.model_validate(document.data)
+    except ValidationError as error:
+        _note(error, model, document)
+        document.raise_if_any()
+        raise  # pydantic reported a problem that `_note` did not add: a bug
+
+
+def _note(error: ValidationError, model: type[Spec], document: Document) -> None:
+    """Adds the problems that ``error`` reports about ``document``; the branches of a union become one problem."""
+    expected: dict[tuple[str | int, ...], list[str]] = {}
+    for details in error.errors(include_url=False):
+        location = tuple(_existing(details["loc"], document.data))
+        if kind := _EXPECTED.get(details["type"]):
+            expected.setdefault(location, []).append(kind)
+        elif details["type"] == "extra_forbidden":
+            known = _keys(model.model_json_schema(), location[:-1])
+            document.add(location[:-1], f"unknown key {location[-1]!r}{did_you_mean(str(location[-1]), known)}", line_of=location)
+        else:
+            document.add(location, _sentence(details, str(location[-1]) if location else ""))
+    for location, kinds in expected.items():
+        names = [kind for kind in dict.fromkeys(kinds) if not (kind == "an int" and "a number" in kinds)]
+        value: Any = document.data
+        for step in location:
+            value = value[step]
+        document.add(location, f"expected {' or '.join(names)}, got {_shown(value)}")
+
+
+def _keys(schema: dict[str, Any], location: Iterable[str | int]) -> list[str]:
+    """The keys of the mapping at ``location`` by the JSON Schema ``schema``."""
+
+    def found(node: dict[str, Any]) -> dict[str, Any]:
+        node = next((branch for branch in node.get("anyOf", ()) if branch.get("type") != "null"), node)
+        return schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+
+    node = schema
+    for step in location:
+        others: Any = (
+            node.get("items") or node.get("additionalProperties") or next(iter(node.get("patternProperties", {}).values()), {})
+        )
+        node = found(node.get("properties", {}).get(step) or others)
+    return list(node.get("properties", ()))
+
+
+def _existing(location: Iterable[Any], data: Any) -> Iterator[Any]:
+    """``location`` without the steps that pydantic adds for the branch of a union or a missing key."""
+    for step in location:
+        if (isinstance(data, dict) and step in data) or (isinstance(data, list) and step in range(len(data))):
+            yield step
+            data = data[step]
+
+
+def _sentence(details: ErrorDetails, key: str) -> str:
+    context, value = details.get("ctx", {}), details["input"]
+    match details["type"]:
+        case "missing":
+            return f"{details['loc'][-1]!r} is missing"
+        case "literal_error" if key == "graphrun":
+            return f"this graphrun reads files of version 1, not {value!r}"
+        case "literal_error" if key == "compile":
+            return f"{value!r} is not known; it is blocks, each compiled by itself, since weights are placed block by block"
+        case "literal_error":
+            choices = [choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")]
+            return f"unknown {key if not key.isdigit() else 'value'} {value!r}{did_you_mean(str(value), choices)}"
+        case "string_pattern_mismatch":
+            return f"{value!r} {PATTERNS[context['pattern']]}"
+        case "too_short" | "string_too_short":
+            return "must not be empty"
+        case "invalid_key":
+            return f"{value!r} is not a name: write it as text"
+        case "greater_than" | "greater_than_equal" | "less_than_equal" as kind:
+            size = "large" if kind == "less_than_equal" else "small"
+            return f"{value} is too {size}; {details['msg'].lower().removeprefix('input ')}"
+    return details["msg"]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (dict, list)):
+        return "a mapping" if isinstance(value, dict) else "a list"
+    return repr(value) if isinstance(value, (str, bool, int, float)) else f"a {type(value).__name__}"

@@ -1,0 +1,115 @@
+"""Runs of a graph for a list of inputs, on one device or on those of a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from graphrun import api
+from graphrun.errors import InputError
+
+if TYPE_CHECKING:
+    from graphrun.batch.cache.reuse import What
+    from graphrun.batch.queue import Batch, Sink
+    from graphrun.batch.requests import Request
+    from graphrun.batch.watch import Watcher
+    from graphrun.cluster.machines import Cluster
+    from graphrun.graph.graph import Graph
+    from graphrun.model.problem import Problem
+    from graphrun.runtime.devices.device import Device
+
+
+OF_CLUSTER = ("vram", "ram", "pinned", "disk", "hardware", "runs")  # what a cluster takes the place of
+
+
+def run_many(
+    graph: Graph,
+    inputs: Iterable[Mapping[str, Any] | str | Request],
+    *,
+    common: Mapping[str, Any] | None = None,
+    modules: Mapping[str, Any] | None = None,
+    random_weights: bool = False,
+    cache: Path | None = None,
+    reuse: What = "encoded",
+    resume: Path | None = None,
+    strict: bool = False,
+    sink: Sink | None = None,
+    watcher: Watcher | None = None,
+    device: Device | None = None,
+    note: Callable[[str], None] | None = None,
+    cluster: str | Path | Cluster | None = None,
+    objective: Literal["throughput", "latency"] = "throughput",
+    **budgets: Any,
+) -> Batch:
+    """Runs ``graph`` for each of ``inputs``, mappings of inputs or prompts. ``common``: inputs that all requests share.
+
+    Runs request by request or stage by stage, whichever is predicted fastest, in groups that fit RAM and disk. Weights stay loaded
+    from run to run where the plan says so, and equal stages run once. ``budgets``: arguments of `estimate`. ``resume``: a folder
+    for the state of the batch; a call with the same folder resumes after the last finished request, stage or denoising step, and
+    ends with the same bits. ``sink`` is called with the outputs of each finished request and returns the files it wrote; without
+    it the outputs are in the result. A request whose run fails is in the result's ``errors``; ``strict`` raises its error instead.
+    Other arguments are as for `run`.
+
+    ``cluster``: a cluster file, whose devices run the stages within the budgets that it has, placed as by `graphrun plan --cluster`
+    for ``objective``. A request then resumes after its last finished stage. Raises InputError where Ray is missing.
+    """
+    from graphrun.batch import queue
+    from graphrun.batch.cache.index import Index
+    from graphrun.batch.cache.reuse import Reuse
+    from graphrun.batch.journal import Journal
+    from graphrun.batch.requests import refuse_broken, requests_from, resolved
+    from graphrun.batch.watch import Watcher as NoWatcher
+    from graphrun.profile.hardware_profiles import chosen
+    from graphrun.profile.host_ram import ram_budget
+
+    until = budgets.pop("until", None)
+    graph = graph.until(until)
+    graph = graph.without_sources() if random_weights else graph
+    requests = resolved(requests_from(inputs), graph, common or {})
+    if strict:
+        refuse_broken(requests)
+    allow = graph.allowed(budgets.get("allow", ()))
+    with contextlib.ExitStack() as stack:
+        elsewhere = None
+        if cluster is not None:
+            from graphrun.cluster.actors import OnCluster
+            from graphrun.cluster.machines import Cluster, read_cluster
+
+            own = {"modules": modules, "device": device} | {name: budgets.pop(name, None) for name in OF_CLUSTER}
+            if given := [name for name, value in own.items() if value is not None]:
+                raise InputError(f"{', '.join(given)}: leave out with a cluster, which has the budgets and the devices")
+            if objective not in ("throughput", "latency"):
+                raise InputError(f"objective {objective!r} is not known; it is throughput or latency")
+            devices = cluster if isinstance(cluster, Cluster) else read_cluster(Path(cluster), cache)
+            hardware = None
+            elsewhere = stack.enter_context(OnCluster(devices, objective, cache, budgets))
+            device_name = ", ".join(sorted({f"{of.hardware.device} {of.hardware.name}" for of in devices.devices}))
+        else:
+            hardware = chosen(budgets.pop("hardware", None), cache)
+            device_name = f"{hardware.device} {hardware.name}"
+            # "auto" is resolved once: what is left changes during the batch
+            budgets["ram"] = ram_budget(budgets.get("ram", "auto"), (modules or {}).values())
+
+        def estimated(values: Mapping[str, Any]) -> Problem:
+            return api.estimate(graph, inputs=values, hardware=hardware, cache=cache, **budgets)
+
+        def output_cache(values: Mapping[str, Any]) -> Reuse:
+            assert cache is not None
+            return Reuse(Index(cache / "outputs"), graph, values, device_name, what=reuse, allow=allow, note=note)
+
+        context = queue.BatchContext(
+            estimate=estimated,
+            solve=lambda problem: api.plan(problem, cache=cache),
+            device_name=device_name,
+            reuse=output_cache if cache is not None and not modules and reuse != "none" else None,
+            modules=modules,
+            journal=Journal(resume) if resume is not None else None,
+            device=device,
+            sink=sink,
+            watcher=watcher or NoWatcher(),
+            strict=strict,
+            elsewhere=elsewhere,
+        )
+        return queue.run_requests(graph, requests, context)

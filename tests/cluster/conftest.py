@@ -1,0 +1,8 @@
+"""Lets this folder's tests import `random_clusters`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,113 @@
+"""The small FLUX at its smallest on three simulated devices of two hosts, and a crew in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import graphrun
+from graphrun.batch.cache.pack import pack, unpack
+from graphrun.batch.queue import Batch, BatchContext, run_requests
+from graphrun.batch.requests import requests_from, resolved
+from graphrun.batch.schedule import segment_of
+from graphrun.batch.watch import Watcher
+from graphrun.cluster.flow import Flow, segments_of
+from graphrun.cluster.machines import Cluster, Device, Host, Link
+from graphrun.cluster.placement import Assignment, Placement, column_of
+from graphrun.cluster.stream import with_figures
+from graphrun.cluster.worker import LostValue, Report, Worker
+from graphrun.profile.hardware_profiles import hardware
+
+GRAPH = Path(__file__).parent.parent.parent / "graphs" / "flux-tiny.yaml"
+SMALL = {"height": 32, "width": 32, "steps": 3, "max_sequence_length": 16}
+BUDGET = {"vram": "6M", "ram": "8G", "hardware": "sim"}
+STAGES = (("encode",), ("denoise",), ("decode",))
+
+
+def requests(count: int) -> list[dict[str, Any]]:
+    """As many requests, all different."""
+    return [{"prompt": f"prompt {number}", "seed": number} for number in range(count)]
+
+
+def cluster_of(count: int = 3, rate: float = 1e9, **more: Any) -> Cluster:
+    """``count`` simulated devices, the last on a host of its own, linked at ``rate`` bytes per second."""
+    devices = [
+        Device("a" if number < count - 1 else "b", number, hardware("sim", None), 6 << 20, f"sim:{number}")
+        for number in range(count)
+    ]
+    hosts = [Host(name, 8 << 30, None, tuple(of for of in devices if of.host == name)) for name in "ab"]
+    return Cluster(tuple(hosts), (Link(("a", "b"), rate, 1e-4),), **more)
+
+
+def placed(
+    graph: Any, items: int, cache: Path, held: Sequence[tuple[str, ...]] = STAGES, cluster: Cluster | None = None
+) -> Placement:
+    """Device number n of ``cluster`` with the n-th stages of ``held``."""
+    cluster = cluster or cluster_of(len(held))
+    problem = graphrun.estimate(graph, inputs=SMALL, cache=cache, runs=items, **BUDGET)
+    stages, assignments = tuple(stage.name for stage in graph.stages), []
+    for device, own in zip(cluster.devices, held, strict=True):
+        solution = graphrun.plan(segment_of(graph, problem, own, items)[1], cache=cache)
+        assignments.append(Assignment(device, column_of(stages, problem.values, solution)))
+    return with_figures(Placement("throughput", items, stages, problem.values, cluster, tuple(assignments)))
+
+
+class Here:
+    """A crew in this process. ``before(worker, run)`` is called before each run, and may lose values of `kept`."""
+
+    def __init__(self, graph: Any, placement: Placement, before: Callable[[Here, int], None] | None = None) -> None:
+        self.kept: dict[int, bytes] = {}
+        self.ran: list[int] = []
+        self._before, self._done = before, dict[int, Report]()
+        pairs = zip(segments_of(graph, placement), placement.assignments, strict=True)
+        self.workers = [Worker(segment, of.device) for segment, of in pairs]
+
+    def begin(self, worker: int, inputs: Mapping[str, Any], values: Sequence[int]) -> int:
+        self.ran.append(worker)
+        if self._before is not None:
+            self._before(self, len(self.ran))
+        made, report = self.workers[worker].run(inputs, [lambda number=number: self._value(number) for number in values])
+        self._done[ticket := self._keep(made)] = report
+        return ticket
+
+    def done(self, tickets: Collection[int], *, every: bool) -> Collection[int]:
+        return list(tickets)
+
+    def report(self, ticket: int) -> Report:
+        return self._done.pop(ticket)
+
+    def made(self, ticket: int) -> int:
+        return ticket
+
+    def keep(self, values: Mapping[str, Any]) -> int:
+        return self._keep(pack(dict(values)))
+
+    def fetch(self, handle: int) -> dict[str, Any]:
+        return dict(unpack(self._value(handle)))
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+
+    def _keep(self, data: bytes) -> int:
+        self._number = getattr(self, "_number", 0) + 1
+        self.kept[self._number] = data
+        return self._number
+
+    def _value(self, number: int) -> bytes:
+        if number not in self.kept:
+            raise LostValue(str(number))
+        return self.kept[number]
+
+
+def ran_by(graph: Any, placement: Placement, crew: Any, requests: Sequence[Any], **more: Any) -> Batch:
+    """The batch of ``requests`` that ``crew`` ran by ``placement``; ``more``: fields of the context."""
+
+    def elsewhere(*of: Any) -> None:
+        Flow(*of, placement, crew).run()
+
+    given = {"reuse": None, "journal": None, "sink": None, "watcher": Watcher(), "strict": False, **more}
+    nowhere: Any = None
+    context = BatchContext(nowhere, nowhere, "sim sim", modules=None, device=None, elsewhere=elsewhere, **given)
+    return run_requests(graph, resolved(requests_from(requests), graph, SMALL), context)

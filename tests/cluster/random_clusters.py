@@ -1,0 +1,157 @@
+"""Random clusters and prices in pure numbers, and the best assignments of devices by trying all: the judge of the master program.
+
+The judge takes the rate of assignments as the least cut between the first and the last stage, over every set of boundaries, and the
+latency of every chain of distinct devices as it is defined.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise, permutations, product
+
+import numpy as np
+
+from graphrun.cluster.columns import SHARES, Kind, Pricing, kinds_of
+from graphrun.cluster.machines import Cluster, Device, Host, Link
+from graphrun.cluster.placement import Assignment, Column, Objective, Placement
+from graphrun.model.problem import ValueNumbers
+from graphrun.profile.hardware import simulated
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cluster, and prices: seconds of each stage by hardware, weights in bytes, and seconds to stream all weights."""
+
+    cluster: Cluster
+    stages: tuple[str, ...]
+    values: tuple[ValueNumbers, ...]
+    compute: dict[tuple[str, str], float]
+    weights: dict[str, int]
+    stream: dict[str, float]
+
+    def price(self, kind: Kind, stages: tuple[str, ...], share: float) -> Column | None:
+        """More seconds with less RAM, and none below a third of the weights."""
+        weights = sum(self.weights[stage] for stage in stages)
+        ram = min(weights, int(share * kind.ram_bytes))
+        pinned = ram // 2 if kind.pinned_bytes is None else min(ram // 2, int(share * kind.pinned_bytes))
+        if 3 * ram < weights or weights > 40 * kind.vram_bytes:
+            return None
+        name = kind.hardware.name
+        crowded = max(0.0, weights / kind.vram_bytes - 1) * self.stream[name] / 10
+        missing = (2 - ram / weights - pinned / max(1, ram // 2)) * self.stream[name]
+        steady = sum(self.compute[name, stage] for stage in stages) + crowded + missing
+        ahead = weights / 100
+        return Column(stages, ahead + steady * 1.25, ahead, steady, ram, pinned)
+
+    def least(self, kind: Kind, stage: str) -> float:
+        return self.compute[kind.hardware.name, stage]
+
+    def pricing(self, *, cold: bool = False) -> Pricing:
+        return Pricing(self.stages, self.price, self.least, cold=cold)
+
+    def placement(self, objective: Objective, assignments: tuple[Assignment, ...], items: int = 100) -> Placement:
+        return Placement(objective, items, self.stages, self.values, self.cluster, assignments)
+
+    def columns(self, kind: Kind) -> list[Column]:
+        """Every column of ``kind``: consecutive stages, shares of the host's memory."""
+        spans = combinations(range(len(self.stages) + 1), 2)
+        priced = (self.price(kind, self.stages[begin:end], share) for begin, end in spans for share in SHARES)
+        return list(dict.fromkeys(column for column in priced if column is not None))
+
+
+def random_case(number: int, most_devices: int = 4, most_stages: int = 4) -> Case:
+    """The random case of this number."""
+    draw = random.Random(number)
+    stages = tuple(f"s{n}" for n in range(draw.randint(1, most_stages)))
+    names = [f"k{n}" for n in range(draw.randint(1, 3))]
+    kinds = {name: (replace(simulated(), name=name), draw.randint(20, 60)) for name in names}
+    hosts, left = [], draw.randint(1, most_devices)
+    while left:
+        count = draw.randint(1, left)
+        name, left = f"h{len(hosts)}", left - count
+        devices = [Device(name, n, *kinds[draw.choice(names)], f"sim:{n}") for n in range(count)]
+        ram = draw.choice((60, 100, 200, 1000))
+        hosts.append(Host(name, ram, draw.choice((None, ram // 2)), tuple(devices)))
+    links = (Link(tuple(host.name for host in hosts), draw.choice((1e9, 40.0)), draw.choice((0.0, 0.3))),) if len(hosts) > 1 else ()
+    compute = {(name, stage): draw.choice((0.3, 1.0, 2.0, 5.0)) * draw.uniform(0.7, 1.4) for name in names for stage in stages}
+    values = tuple(
+        ValueNumbers(f"{one}.x", draw.randint(1, 9), one, (other, *draw.sample(stages[-1:], draw.randint(0, 1))), 0, 0)
+        for one, other in pairwise(stages)
+    )
+    weights = {stage: draw.randint(10, 70) for stage in stages}
+    return Case(Cluster(tuple(hosts), links), stages, values, compute, weights, {name: draw.uniform(1, 6) for name in names})
+
+
+def best_rate(case: Case) -> float:
+    """The most items per second of any assignment, where links limit nothing; 0 where none runs every stage."""
+    kinds, last = kinds_of(case.cluster), len(case.stages)
+    cuts = [{0, *inner} for n in range(last) for inner in combinations(range(1, last), n)]
+    per_host = []
+    for host in case.cluster.hosts:
+        found = np.zeros((1, len(cuts))), np.zeros(1), np.zeros(1)
+        for device in host.devices:
+            columns = case.columns(kinds[device.name])
+            spans = [(case.stages.index(of.stages[0]), case.stages.index(of.stages[-1]) + 1) for of in columns]
+            rates = [
+                [(a in cut and b not in cut) / of.steady_seconds for cut in cuts] for of, (a, b) in zip(columns, spans, strict=True)
+            ]
+            more = (
+                np.array([[0.0] * len(cuts), *rates]),
+                np.array([0, *(of.ram_bytes for of in columns)]),
+                np.array([0, *(of.pinned_bytes for of in columns)]),
+            )
+            flows, ram, pinned = ((a[:, None] + b[None]).reshape(-1, *a.shape[1:]) for a, b in zip(found, more, strict=True))
+            fits = (ram <= host.ram_bytes) & (pinned <= (host.pinned_bytes if host.pinned_bytes is not None else host.ram_bytes))
+            _, distinct = np.unique(np.column_stack([flows[fits], ram[fits], pinned[fits]]), axis=0, return_index=True)
+            found = flows[fits][distinct], ram[fits][distinct], pinned[fits][distinct]
+        per_host.append(np.unique(found[0], axis=0))
+    total = np.zeros((1, len(cuts)))
+    for flows in per_host:
+        total = np.unique((total[:, None] + flows[None]).reshape(-1, len(cuts)), axis=0)
+    return float(total.min(axis=1).max())
+
+
+def best_latency(case: Case, *, cold: bool) -> float:
+    """The shortest time of one item over every chain of devices; infinite where there is none."""
+    return min(_latencies(case, cold), default=float("inf"))
+
+
+def _latencies(case: Case, cold: bool) -> Iterator[float]:
+    kinds, last = kinds_of(case.cluster), len(case.stages)
+    every = {device.name: case.columns(kinds[device.name]) for device in case.cluster.devices}
+    for count in range(min(last, len(every))):
+        for inner in combinations(range(1, last), count):
+            parts = [case.stages[a:b] for a, b in pairwise((0, *inner, last))]
+            for devices in permutations(case.cluster.devices, len(parts)):
+                ways = [[of for of in every[d.name] if of.stages == part] for d, part in zip(devices, parts, strict=True)]
+                for columns in product(*ways):
+                    if _fit(case.cluster, devices, columns):
+                        yield _latency(case, devices, columns, cold)
+
+
+def _fit(cluster: Cluster, devices: tuple[Device, ...], columns: tuple[Column, ...]) -> bool:
+    for host in cluster.hosts:
+        own = [column for device, column in zip(devices, columns, strict=True) if device.host == host.name]
+        if sum(of.ram_bytes for of in own) > host.ram_bytes:
+            return False
+        if host.pinned_bytes is not None and sum(of.pinned_bytes for of in own) > host.pinned_bytes:
+            return False
+    return True
+
+
+def _latency(case: Case, devices: tuple[Device, ...], columns: tuple[Column, ...], cold: bool) -> float:
+    clock, before = 0.0, devices[0]
+    for device, column in zip(devices, columns, strict=True):
+        at = case.stages.index(column.stages[0])
+        if device.host != before.host:
+            link = case.cluster.links[0]
+            place = {stage: number for number, stage in enumerate(case.stages)}
+            nbytes = sum(of.nbytes for of in case.values if place[of.producer] < at <= max(place[stage] for stage in of.consumers))
+            clock += link.seconds + nbytes / link.bytes_per_second
+        clock = (
+            max(clock, column.ahead_seconds) + column.cold_seconds - column.ahead_seconds if cold else clock + column.steady_seconds
+        )
+        before = device
+    return clock

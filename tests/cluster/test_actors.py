@@ -1,0 +1,140 @@
+"""Actors of a local Ray on simulated devices: bits, order, times of the plan; what is killed or lost is done again."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from placing import BUDGET, GRAPH, SMALL, cluster_of, placed, ran_by, requests
+
+import graphrun
+
+pytestmark = pytest.mark.sweep("cluster")
+KILLS, DRIVER_KILLS, ITEMS = 40, 10, 12
+LATEST_SECONDS = 2.0  # after the start of a run at which its actor is killed
+
+
+@pytest.fixture(scope="module")
+def flux() -> Any:
+    return graphrun.load(GRAPH)
+
+
+@pytest.fixture(scope="module")
+def cached(shared_folder: Path) -> Path:
+    (folder := shared_folder / "dry-runs").mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    """A local Ray, started once."""
+    from graphrun.cluster.actors import joined
+
+    with joined(cluster_of()) as ray:
+        yield ray
+
+
+def pictures(batch: Any) -> list[tuple[int, bytes]]:
+    return [(number, outputs["image"].tobytes()) for number, outputs in batch.outputs.items()]
+
+
+def one_device(graph: Any, count: int, cache: Path) -> Any:
+    return graphrun.run_many(graph, requests(count), common=SMALL, cache=cache, reuse="none", **BUDGET)
+
+
+def test_three_actors_have_the_bits_of_one_device_in_order_at_the_planned_rate(
+    ray: Any, flux: Any, cached: Path, record_property: Any
+) -> None:
+    from graphrun.cluster.actors import Actors
+    from graphrun.cluster.flow import segments_of
+
+    placement, single = placed(flux, 24, cached), one_device(flux, 24, cached)
+    with Actors(ray, segments_of(flux, placement), placement) as crew:
+        batch = ran_by(flux, placement, crew, requests(24))
+    assert pictures(batch) == pictures(single)
+    assert batch.seconds == pytest.approx(placement.seconds, rel=0.05)
+    singly = 24 * graphrun.plan(graphrun.estimate(flux, inputs=SMALL, cache=cached, **BUDGET), cache=cached).simulation.seconds
+    record_property(
+        "figures", {"items": 24, "seconds": batch.seconds, "planned": placement.seconds, "one": single.seconds, "singly": singly}
+    )
+    assert batch.seconds < single.seconds < singly
+
+
+def test_actors_killed_at_any_moment_do_every_item_once_with_the_same_bits(ray: Any, flux: Any, cached: Path) -> None:
+    from graphrun.cluster.actors import Actors
+    from graphrun.cluster.flow import segments_of
+
+    class Killing(Actors):
+        """Kills the actor of a run some time after the run began: before, in or after it. Now and then a value is lost."""
+
+        killed = [0, 0, 0]
+
+        def begin(self, worker: int, inputs: Any, values: Sequence[Any]) -> Any:
+            process = ray.get(self._actors[worker].__ray_call__.remote(lambda _: os.getpid()))
+            if chance.random() < 0.1 and values:
+                values, lost[0] = [gone, *values[1:]], lost[0] + 1
+            ticket = super().begin(worker, inputs, values)
+            if sum(self.killed) < KILLS and self.killed[worker] <= min(self.killed) + 1 and chance.random() < 0.7:
+                self.killed[worker] += 1
+                threading.Timer(LATEST_SECONDS * chance.random(), kill, [process]).start()
+            return ticket
+
+    def kill(process: int) -> None:
+        try:
+            os.kill(process, signal.SIGKILL)
+        except ProcessLookupError:  # killed by the one before
+            again.append(process)
+
+    class Owner:
+        def put(self) -> list[Any]:
+            import ray
+
+            return [ray.put(b"")]
+
+    owner = ray.remote(Owner).options(num_cpus=0).remote()
+    (gone,) = ray.get(owner.put.remote())
+    ray.kill(owner)  # and with it what it owns
+    chance, again, lost = random.Random(7), list[int](), [0]
+    placement, single = placed(flux, ITEMS, cached), one_device(flux, ITEMS, cached)
+    while sum(Killing.killed) < KILLS:
+        with Killing(ray, segments_of(flux, placement), placement) as crew:
+            batch = ran_by(flux, placement, crew, requests(ITEMS))
+        assert pictures(batch) == pictures(single)
+        assert batch.errors == {}
+    assert all(Killing.killed)
+    assert lost[0]
+
+
+def test_a_driver_killed_at_any_moment_goes_on_and_ends_with_the_same_files(
+    ray: Any, flux: Any, cached: Path, tmp_path: Path
+) -> None:
+    chance, address = random.Random(11), ray.get_runtime_context().gcs_address
+    single = dict(pictures(one_device(flux, ITEMS, cached)))
+    script = Path(__file__).parent / "driver.py"
+    command = [sys.executable, str(script), address, str(tmp_path), str(cached), str(ITEMS)]
+
+    def driven(runs: int | None) -> int:
+        """Runs that the driver made before it ended, by itself or killed after ``runs`` of them."""
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+            assert driver.stdout is not None
+            for count, _ in enumerate(driver.stdout, 1):
+                if count == runs:
+                    driver.kill()
+                    return count
+            assert driver.wait() == 0
+            return count
+
+    made = sum(driven(chance.randrange(1, 4)) for _ in range(DRIVER_KILLS)) + driven(None)
+    found = {number: np.asarray(Image.open(tmp_path / f"{number}.png")).tobytes() for number in single}
+    assert found == single
+    assert made <= len(placed(flux, ITEMS, cached).assignments) * (ITEMS + DRIVER_KILLS), "at most what ran at a kill runs again"

@@ -1,0 +1,188 @@
+"""Items on the devices of a placement, in one process: bits, order and times; what is lost is made again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from placing import BUDGET, GRAPH, SMALL, Here, cluster_of, placed, ran_by
+
+import graphrun
+from graphrun.batch.journal import Journal
+from graphrun.batch.queue import Batch
+from graphrun.batch.watch import Watcher
+from graphrun.cluster.flow import LOSSES
+from graphrun.cluster.placement import Placement
+from graphrun.errors import BrokenPlan, InputError, PlanError
+from graphrun.report.lanes import lanes_in, lanes_json, lanes_page
+from graphrun.report.outputs import save_outputs
+from graphrun.runtime.devices.open import open_device
+
+pytestmark = pytest.mark.long
+REQUESTS = [{"prompt": f"prompt {number}", "seed": number} for number in range(3)]
+
+
+@pytest.fixture(scope="module")
+def flux() -> Any:
+    return graphrun.load(GRAPH)
+
+
+@pytest.fixture(scope="module")
+def cached(shared_folder: Path) -> Path:
+    (folder := shared_folder / "dry-runs").mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pipeline(flux: Any, cached: Path) -> Placement:
+    return placed(flux, len(REQUESTS), cached)
+
+
+@pytest.fixture(scope="module")
+def single(flux: Any, cached: Path) -> list[tuple[int, bytes]]:
+    """The pictures of one device."""
+    return pictures(graphrun.run_many(flux, REQUESTS, common=SMALL, cache=cached, reuse="none", **BUDGET))
+
+
+@pytest.fixture
+def crew(flux: Any) -> Any:
+    crews = []
+
+    def begin(placement: Placement, before: Callable[[Here, int], None] | None = None) -> Here:
+        crews.append(Here(flux, placement, before))
+        return crews[-1]
+
+    yield begin
+    for each in crews:
+        each.close()
+
+
+def pictures(batch: Batch) -> list[tuple[int, bytes]]:
+    return [(number, outputs["image"].tobytes()) for number, outputs in batch.outputs.items()]
+
+
+def test_items_have_the_bits_of_one_device_in_order_at_the_planned_time(
+    flux: Any, crew: Any, pipeline: Placement, single: Any
+) -> None:
+    batch = ran_by(flux, pipeline, crew(pipeline), REQUESTS)
+    assert pictures(batch) == single
+    assert sorted(lane.stages for lane in batch.lanes) == sorted(of.stages for of in pipeline.assignments for _ in REQUESTS)
+    assert batch.seconds == pytest.approx(pipeline.seconds, rel=0.05)
+    data = lanes_json("trace.json", batch.lanes)
+    assert lanes_page(lanes_in(data)).count("<title>request") == len(batch.lanes)
+    events = lanes_json("trace.perfetto.json", batch.lanes)["traceEvents"]
+    ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
+    assert max(ends) <= 1e6 * batch.seconds
+    assert {event["pid"] for event in events} == {1, 2, 3}
+
+
+def test_a_slow_link_holds_devices_back_and_changes_no_bit(flux: Any, crew: Any, pipeline: Placement, single: Any) -> None:
+    slow = replace(pipeline, cluster=cluster_of(3, 1e4))
+    batch = ran_by(flux, slow, crew(slow), REQUESTS)
+    assert pictures(batch) == single
+    sent = sum(of.nbytes for of in pipeline.crossings() if of.to == ("decode",))
+    assert batch.seconds > len(REQUESTS) * sent / 1e4
+    starts = sorted(lane.start_seconds for lane in batch.lanes if lane.stages == ("decode",))
+    assert starts[1] - starts[0] == pytest.approx(sent / 1e4, rel=0.05)
+
+
+def test_equal_stages_run_once_and_replicas_share_items(flux: Any, crew: Any, cached: Path) -> None:
+    both = placed(flux, 3, cached, (("encode",), ("denoise", "decode"), ("denoise", "decode")))
+    equal = [{"prompt": "a", "seed": number} for number in (0, 1, 1)]
+    batch = ran_by(flux, both, crew(both), equal)
+    ran = [(lane.device, lane.stages[0], lane.request) for lane in batch.lanes]
+    assert sorted(ran) == [("a/0", "encode", 1), ("a/1", "denoise", 1), ("b/2", "denoise", 2)]
+    assert batch.shared == {"encode": 2, "denoise": 1, "decode": 1}
+    assert batch.outputs[2]["image"].tobytes() == batch.outputs[3]["image"].tobytes() != batch.outputs[1]["image"].tobytes()
+
+
+def test_lost_values_are_made_again(flux: Any, crew: Any, pipeline: Placement, single: Any) -> None:
+    def lose(of: Here, run: int) -> None:
+        if run in (3, 5):
+            of.kept.clear()
+
+    here = crew(pipeline, lose)
+    assert pictures(ran_by(flux, pipeline, here, REQUESTS)) == single
+    assert len(here.ran) > 3 * len(REQUESTS)
+    always = ran_by(flux, pipeline, crew(pipeline, lambda of, _: of.kept.clear()), REQUESTS[:1])
+    assert always.errors == {1: f"its values were lost {LOSSES + 1} times"}
+
+
+class FailsAfter(Watcher):
+    """Ends the process, in effect, after so many runs."""
+
+    def __init__(self, runs: int) -> None:
+        self.left = runs
+
+    def ran(self, *_: Any) -> None:
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("runs", [4, *(pytest.param(of, marks=pytest.mark.sweep("cluster")) for of in (1, 2, 3, 5, 6, 7, 8))])
+def test_a_batch_that_was_interrupted_resumes_after_its_stages(
+    flux: Any, crew: Any, pipeline: Placement, single: Any, tmp_path: Path, runs: int
+) -> None:
+    def sink(request: Any, outputs: Any) -> list[Path]:
+        return save_outputs(outputs, tmp_path / f"{request.number}.png")
+
+    with pytest.raises(KeyboardInterrupt):
+        ran_by(flux, pipeline, crew(pipeline), REQUESTS, journal=Journal(tmp_path / "state"), watcher=FailsAfter(runs), sink=sink)
+    here = crew(pipeline)
+    batch = ran_by(flux, pipeline, here, REQUESTS, journal=Journal(tmp_path / "state"))
+    assert len(here.ran) + runs <= 3 * len(REQUESTS) + 1, "but for a last stage whose file was not written"
+    assert [(n, picture) for n, picture in single if n not in batch.done_before] == pictures(batch)
+    assert sorted([*batch.done_before, *batch.outputs]) == [1, 2, 3]
+
+
+def test_a_device_with_less_memory_than_planned_plans_again_or_says_so(
+    flux: Any, crew: Any, pipeline: Placement, single: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shrunk(share: float) -> Here:
+        def small(problem: Any) -> Any:
+            device: Any = open_device(problem)
+            if "denoise" in {phase.stage for phase in problem.phases}:
+                device.machine.capacity_bytes = int(share * pipeline.assignments[1].column.solution.simulation.peak_bytes)
+            return device
+
+        monkeypatch.setattr("graphrun.cluster.worker.open_device", small)
+        return crew(pipeline)
+
+    told: list[str] = []
+
+    class Told(Watcher):
+        def planned_again(self, line: str) -> None:
+            told.append(line)
+
+    assert pictures(ran_by(flux, pipeline, shrunk(0.9), REQUESTS[:1], watcher=Told())) == single[:1]
+    assert told
+    assert all(line.startswith("a/1: ") for line in told)
+    with pytest.raises(BrokenPlan, match=r"device a/1: .*no plan"):
+        ran_by(flux, pipeline, shrunk(0.001), REQUESTS[:1])
+
+
+def test_devices_that_would_make_different_bits_are_refused(flux: Any, crew: Any, pipeline: Placement) -> None:
+    encode, denoise, decode = pipeline.assignments
+    solution = denoise.column.solution
+    assert solution is not None
+    transformer = solution.chosen.component("transformer")
+    other = replace(transformer, variants=(replace(transformer.variants[0], precision="float32"),))
+    simulation = replace(solution.simulation, problem=replace(solution.chosen, components=(other,)))
+    column = replace(denoise.column, solution=replace(solution, simulation=simulation))
+    with pytest.raises(PlanError, match="b/2 runs transformer in another way"):
+        crew(replace(pipeline, assignments=(encode, denoise, replace(decode, column=column))))
+
+
+def test_what_a_cluster_takes_the_place_of_is_refused_and_ray_is_asked_for(flux: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="vram, hardware: leave out with a cluster"):
+        graphrun.run_many(flux, ["a"], cluster=cluster_of(), **{**BUDGET, "ram": None})
+    with pytest.raises(InputError, match="objective 'fast' is not known"):
+        graphrun.run_many(flux, ["a"], cluster=cluster_of(), objective="fast")  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(InputError, match=r"pip install 'graphrun\[cluster\]'"):
+        graphrun.run_many(flux, ["a"], cluster=cluster_of())

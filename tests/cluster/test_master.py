@@ -1,0 +1,109 @@
+"""The master program finds what trying all assignments finds, in pure numbers; the simulator of a stream agrees with its rate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from campaign import sampled
+from random_clusters import Case, best_latency, best_rate, random_case
+
+from graphrun.cluster import master
+from graphrun.cluster.columns import Kind, Pricing
+from graphrun.cluster.machines import Cluster, Link
+from graphrun.cluster.master import Unplaceable, assignments_for
+from graphrun.cluster.placement import Column, Objective, Placement, violations
+from graphrun.cluster.stream import steady_rate, with_figures
+
+CASES = sampled(range(300), range(30), "cluster")
+
+
+def case_of(number: int) -> Case:
+    """A case of the sweep, or one of those that are quick."""
+    return random_case(number, *((3, 3) if number < 30 else (4, 4)))
+
+
+def placed(case: Case, objective: Objective, items: int = 100) -> Placement | None:
+    try:
+        found = assignments_for(objective, case.cluster, case.pricing(cold=items == 1), case.values)
+    except Unplaceable:
+        return None
+    placement = with_figures(case.placement(objective, found, items))
+    assert not violations(placement)
+    return placement
+
+
+def unlimited(case: Case) -> Case:
+    """``case`` with links that limit nothing."""
+    links = tuple(replace(link, bytes_per_second=1e12) for link in case.cluster.links)
+    return replace(case, cluster=replace(case.cluster, links=links))
+
+
+@pytest.mark.parametrize("number", CASES)
+def test_the_most_items_per_second_are_those_of_the_best_of_all_assignments(number: int) -> None:
+    case = unlimited(case_of(number))
+    placement = placed(case, "throughput")
+    assert (placement.items_per_second if placement is not None else 0.0) == pytest.approx(best_rate(case), rel=1e-5)
+
+
+@pytest.mark.parametrize("number", CASES)
+@pytest.mark.parametrize("items", [1, 100])
+def test_the_shortest_time_of_one_item_is_that_of_the_best_of_all_chains(number: int, items: int) -> None:
+    case = case_of(number)
+    placement = placed(case, "latency", items)
+    found = placement.latency_seconds if placement is not None else float("inf")
+    assert found == pytest.approx(best_latency(case, cold=items == 1), rel=1e-5)
+
+
+@pytest.mark.parametrize("number", CASES)
+def test_a_simulated_stream_has_the_predicted_rate(number: int) -> None:
+    placement = placed(case_of(number), "throughput")
+    if placement is not None:
+        assert steady_rate(placement) == pytest.approx(placement.items_per_second, rel=0.02)
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_hosts_whose_memory_is_a_row_come_out_the_same(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(master, "MOST_CONFIGURATIONS", 0)
+    case = unlimited(case_of(number))
+    placement = placed(case, "throughput")
+    assert (placement.items_per_second if placement is not None else 0.0) == pytest.approx(best_rate(case), rel=1e-5)
+
+
+def test_hosts_without_a_link_exchange_nothing() -> None:
+    several = [case for case in map(case_of, range(30)) if len(case.cluster.hosts) > 1][:5]
+    for case in several:
+        apart = [replace(case, cluster=Cluster((host,))) for host in case.cluster.hosts]
+        placement = placed(replace(case, cluster=replace(case.cluster, links=())), "throughput")
+        found = placement.items_per_second if placement is not None else 0.0
+        assert found == pytest.approx(sum(map(best_rate, apart)), rel=1e-5)
+
+
+def test_510_devices_are_counted_and_not_named() -> None:
+    """The rate of 170 equal hosts on a fast network is at least 170 times that of one."""
+    case = next(case for case in map(case_of, range(30)) if len(case.cluster.devices) == 3 and len(case.cluster.hosts) == 1)
+    (host,) = case.cluster.hosts
+    many = tuple(
+        replace(host, name=f"h{n}", devices=tuple(replace(device, host=f"h{n}") for device in host.devices)) for n in range(170)
+    )
+    link = Link(tuple(of.name for of in many), 1e12, 0.0)
+    placement = placed(replace(case, cluster=Cluster(many, (link,))), "throughput")
+    assert placement is not None
+    assert placement.items_per_second >= 170 * best_rate(case) * (1 - 1e-5)
+
+
+def test_only_columns_that_may_win_are_priced() -> None:
+    """Of a device that is a hundred times slower than the others, bounds suffice."""
+    case = next(case for case in map(case_of, range(30)) if len({of.hardware.name for of in case.cluster.devices}) == 2)
+    slow = case.cluster.devices[0].hardware.name
+    slower = {key: seconds * (100 if key[0] == slow else 1) for key, seconds in case.compute.items()}
+    priced: list[str] = []
+
+    def price(kind: Kind, stages: tuple[str, ...], share: float) -> Column | None:
+        priced.append(kind.hardware.name)
+        return case.price(kind, stages, share)
+
+    pricing = Pricing(case.stages, price, lambda kind, stage: slower[kind.hardware.name, stage])
+    assignments_for("latency", case.cluster, pricing, case.values)
+    assert priced
+    assert slow not in priced

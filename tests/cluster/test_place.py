@@ -1,0 +1,83 @@
+"""`graphrun plan --cluster`: a placement of the small FLUX, its file, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from graphrun.cluster import files
+from graphrun.cluster.placement import parse_placement
+from graphrun.errors import PlanError
+
+Cli = Callable[..., tuple[int, str, str]]
+SMALL = ("--set", "height=32", "--set", "width=32", "--set", "steps=3", "--set", "max_sequence_length=16")
+TEXT = """graphrun: 1
+hosts: {a: {ram: 8G, devices: [{id: 0, hardware: sim, vram: 4M}, {id: 1, hardware: sim, vram: 4M}]}}
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.mark.sweep("cluster")
+def test_a_placement_is_shown_saved_read_and_checked(graphrun: Cli, cluster: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    asked = ("plan", "flux-tiny", "--cluster", str(cluster), *SMALL, "--items", "24")
+    code, text, err = graphrun(*asked, "--json", "-o", str(out))
+    assert code == 0, err
+    found = json.loads(text)
+    assert found["items_per_second"] >= found["replicas"]["items_per_second"] > 0
+    assert found["gains"][0]["items_per_second"] > found["items_per_second"]
+
+    placement, data = files.read(out)
+    assert (placement.items_per_second, placement.seconds) == (found["items_per_second"], found["seconds"])
+    assert str(placement).splitlines() == data["actions"]
+    screen = graphrun(*asked)[1]
+    assert "bottleneck:" in screen
+    assert all(of.device.name in screen for of in placement.assignments)
+    assert graphrun("check", str(out))[1].startswith("ok: ")
+
+    data["cluster"]["hosts"][0]["ram_bytes"] = 2**20
+    out.write_text(json.dumps(data))
+    with pytest.raises(PlanError, match="host a: [0-9]+ bytes of RAM of 1048576"):
+        files.read(out)
+    out.write_text(json.dumps({**data, "actions": data["actions"][:1]}))
+    with pytest.raises(PlanError, match="no chain of devices runs every stage"):
+        files.read(out)
+    out.write_text(json.dumps({**data, "actions": [line.replace("device a/", "device b/") for line in data["actions"]]}))
+    with pytest.raises(PlanError, match="there is no device b/"):
+        files.read(out)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "placement:1: expected 'place throughput|latency items COUNT' as the first line, found no text"),
+        ("place fast items 3", "placement:1: expected 'place throughput|latency items COUNT', found 'place fast items 3'"),
+        ("place latency items 1\nplan x", "placement:2: expected 'device HOST/ID stages STAGE ...', found 'plan x'"),
+        ("place latency items 1\ndevice a/0 stages s\nslot", "section of a/0, placement:2:1: expected 'plan DIGEST'"),
+    ],
+)
+def test_a_text_that_is_no_placement_is_refused_with_its_line(text: str, expected: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        parse_placement(text)
+    assert str(caught.value).startswith(expected)
+
+
+def test_options_that_the_file_takes_the_place_of_are_refused(graphrun: Cli, cluster: Path) -> None:
+    code, _, err = graphrun("plan", "flux-tiny", "--cluster", str(cluster), "--vram", "4M", "--runs", "3")
+    assert code == 2
+    assert "leave --vram, --runs out" in err
+    code, _, err = graphrun("plan", "flux-tiny", "--cluster", str(cluster), "--fail-over", "3s")
+    assert code == 2
+    assert "leave them out with --cluster" in err
+    code, _, err = graphrun("plan", "flux-tiny", "--vram", "4M", "--items", "3")
+    assert code == 2
+    assert "add --cluster FILE" in err
