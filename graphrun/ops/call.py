@@ -136,7 +136,7 @@ def _rate(context: StageContext) -> int:
     for name in ("vocoder", "vae", "audio_vae"):
         component = getattr(context.pipeline, name, None)
         for owner in (component, getattr(component, "config", None)):
-            if isinstance(rate := getattr(owner, "sampling_rate", None), int):
+            if isinstance(rate := getattr(owner, "sampling_rate", getattr(owner, "output_sampling_rate", None)), int):
                 return rate
     refuse(context, f"the components of {_class_of(context)} have no sampling_rate, which its audio output needs")
 
