@@ -72,6 +72,10 @@ Pyramid-Flow (miniFLUX, 768p) is measured on a stand-in, since its code is not a
 and its calls (units, stages, steps, a growing history, a VAE that decodes piece by piece in tiles), not what its convolutions
 cache of the previous piece.
 
+Kandinsky 5 and HunyuanVideo 1.5 decode in tiles (`--set tiling=false` for none). Not here: Qwen-Image-Edit, whose processor needs
+torchvision; Kolors, whose tokenizer needs sentencepiece and its vocabulary; Cosmos 2.5, which needs a checker whose configuration
+diffusers does not have; ACE-Step 1.5, whose code counts values that a dry run does not have.
+
 `graphrun graph graphs/flux-dev.yaml --as svg -o flux-dev.svg` draws a graph: stages, the components they use, and the values
 between them, with the bytes that `graphrun estimate` shows; `--as mermaid` and `--as dot` write it as text. An edge that a
 longer path implies is left out, and its value names the other readers. In Python, `graphrun.load(file).to_networkx()` returns a

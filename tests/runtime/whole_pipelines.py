@@ -108,6 +108,8 @@ def by_hand(graph: Graph, modules: Mapping[str, nn.Module], inputs: Mapping[str,
         pipeline.set_progress_bar_config(disable=True)
         given = {name: made[str(of)] if isinstance(of, Reference) else of for name, of in stage.arguments.items()}
         generator = torch.Generator().manual_seed(given.pop("seed"))
+        if given.pop("tiling", False):
+            pipeline.vae.enable_tiling()
         given = {name: value for name, value in given.items() if value is not None}
         if kind_of := {"image": "pil", "video": "pil", "latents": "latent"}.get(stage.outputs[0]):
             given["output_type"] = kind_of
