@@ -54,7 +54,7 @@ def call(context: StageContext, *, seed: int | None = None, tiling: bool | None 
     _refuse_unknown(context, known, arguments, seed)
     _refuse_mask_size(context, arguments)
     if tiling is not None:
-        vae = getattr(pipeline, "vae", None)
+        vae: Any = getattr(pipeline, "vae", None)
         if not hasattr(vae, "enable_tiling"):
             refuse(context, f"with.tiling: {_class_of(context)} has no VAE that decodes in tiles: remove it")
         (vae.enable_tiling if tiling else vae.disable_tiling)()
