@@ -33,6 +33,14 @@ NAMES = (
     "sdxl-refined",
     "flux-kontext",
     "flux-fill",
+    "flux-controlnet",
+    "flux2-dev",
+    "flux2-klein",
+    "chroma",
+    "z-image",
+    "krea2",
+    "sana",
+    "stable-cascade",
     "sd3",
     "sd35-large",
     "hidream",
@@ -43,10 +51,15 @@ NAMES = (
     "qwen-image",
     "wan-14b",
     "wan22-t2v",
+    "wan22-i2v",
     "hunyuan-video",
+    "hunyuan-video15",
+    "kandinsky5",
     "cogvideox-5b",
     "ltx",
+    "ltx2",
     "pyramid-flow",
+    "stable-audio",
 )
 
 HEAD = f"""# Reference graphs
@@ -58,6 +71,10 @@ each graph's default inputs; peaks in GiB are what `nvidia-smi` would show. Made
 Pyramid-Flow (miniFLUX, 768p) is measured on a stand-in, since its code is not a package. `tests/standins` has its parameters
 and its calls (units, stages, steps, a growing history, a VAE that decodes piece by piece in tiles), not what its convolutions
 cache of the previous piece.
+
+Kandinsky 5 and HunyuanVideo 1.5 decode in tiles (`--set tiling=false` for none). Not here: Qwen-Image-Edit, whose processor needs
+torchvision; Kolors, whose tokenizer needs sentencepiece and its vocabulary; Cosmos 2.5, which needs a checker whose configuration
+diffusers does not have; ACE-Step 1.5, whose code counts values that a dry run does not have.
 
 `graphrun graph graphs/flux-dev.yaml --as svg -o flux-dev.svg` draws a graph: stages, the components they use, and the values
 between them, with the bytes that `graphrun estimate` shows; `--as mermaid` and `--as dot` write it as text. An edge that a

@@ -34,10 +34,11 @@ GRAPHS = {
     "cogview4": ("cogview4-tiny", "cogview4"),
     "hidream": ("hidream-encode-tiny", "hidream"),
     "wan": ("wan-tiny", "wan-14b"),
+    "wan22": ("wan22-t2v-tiny", "wan22-t2v"),
 }
 """Model -> its graph in small, for sim, and at full size, for CUDA."""
 
-PAGES = {"flux": 3.27e-4, "sdxl": 3.53e-3, "cogview4": 3.64e-4, "hidream": 8.31e-5, "wan": 2.78e-4}
+PAGES = {"flux": 3.27e-4, "sdxl": 3.53e-3, "cogview4": 3.64e-4, "hidream": 8.31e-5, "wan": 2.78e-4, "wan22": 3.12e-4}
 """Model -> weights of its small graph over those of the full one (of the components that both have, by `graphrun estimate`): the
 size of sim's pages over that of a card's."""
 

@@ -20,7 +20,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of torch, which is imported later
 
 GRAPHS = Path(__file__).parent.parent / "graphs"
 
-sys.path[:0] = [str(Path(__file__).parent / name) for name in ("sweep", "docs")]  # modules that tests share
+sys.path[:0] = [str(Path(__file__).parent / name) for name in ("sweep", "docs", "runtime")]  # modules that tests share
 pytest_plugins = ["campaign"]
 
 

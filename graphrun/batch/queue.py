@@ -31,6 +31,7 @@ from graphrun.modules.build import resolve_class
 from graphrun.ops.loops import why_not
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.devices.open import open_device
+from graphrun.runtime.host import Host
 from graphrun.trace import Lane, Trace
 
 Sink = Callable[[Request, Mapping[str, Any]], Iterable[Path]]

@@ -48,5 +48,5 @@ class Watcher:
     def waits(self) -> None:
         """Called at least every second while devices of a cluster work; may raise KeyboardInterrupt."""
 
-    def ran(self, device: str, stages: Sequence[str], request: Request, share: float) -> None:
+    def ran_on(self, device: str, stages: Sequence[str], request: Request, share: float) -> None:
         """A ``device`` of a cluster ran ``stages`` for ``request``. ``share``: of the batch that is done."""

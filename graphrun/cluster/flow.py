@@ -326,7 +326,7 @@ class Flow(Works):
             self._pass(each, made)
         left = sum(len(self.names) - of.at for of in self.order)
         share = 1 - left / (len(self.names) * self.requests)
-        self.context.watcher.ran(post.assignment.device.name, post.assignment.stages, item.work.request, share)
+        self.context.watcher.ran_on(post.assignment.device.name, post.assignment.stages, item.work.request, share)
 
     def _save(self, sharing: Sequence[_Item], post: _Post, made: _Made) -> None:
         """Saves what is made in the journal and in the cache of outputs, of stages all of whose outputs leave the device."""

@@ -143,7 +143,7 @@ __all__ = ["build", "build_part", "draft", "meta_module", "resolve_class"]
 # written by hand has none of these.
 _SAVED_KEYS = frozenset({"_class_name", "_diffusers_version", "transformers_version", "model_type", "architectures"})
 _TOKENIZER_KEYS = frozenset(
-    {"model_max_length", "padding_side", "truncation_side", "model_input_names", "clean_up_tokenization_spaces"}
+    {"model_max_length", "chat_template", "padding_side", "truncation_side", "model_input_names", "clean_up_tokenization_spaces"}
     | {f"{name}_token" for name in ("bos", "eos", "pad", "unk", "cls", "sep", "mask")}
 )
 

@@ -41,17 +41,23 @@ class Sound:
     rate: int
 
 
-def call(context: StageContext, *, seed: int | None = None, **arguments: Any) -> dict[str, Any]:
+def call(context: StageContext, *, seed: int | None = None, tiling: bool | None = None, **arguments: Any) -> dict[str, Any]:
     """The outputs that the graph reads of this stage, by name.
 
-    Random numbers come from a CPU generator seeded with ``seed``, default 0. Raises GraphError at the stage's line for an argument
-    that the pipeline's `__call__` does not have, an output that it does not return, and for errors of the pipeline's own code.
-    Raises InputError for a mask whose size differs from the image's.
+    Random numbers come from a CPU generator seeded with ``seed``, default 0. ``tiling``: whether the VAE decodes tile by tile; None
+    keeps its setting. Raises GraphError at the stage's line for an argument that the pipeline's `__call__` does not have, an output
+    that it does not return, and for errors of the pipeline's own code. Raises InputError for a mask whose size differs from the
+    image's.
     """
     pipeline, wanted = context.pipeline, context.stage.outputs
     known = inspect.signature(type(pipeline).__call__).parameters
     _refuse_unknown(context, known, arguments, seed)
     _refuse_mask_size(context, arguments)
+    if tiling is not None:
+        vae: Any = getattr(pipeline, "vae", None)
+        if not hasattr(vae, "enable_tiling"):
+            refuse(context, f"with.tiling: {_class_of(context)} has no VAE that decodes in tiles: remove it")
+        (vae.enable_tiling if tiling else vae.disable_tiling)()
     # Optional inputs that are not set.
     unset = {name for name, value in arguments.items() if value is None and context.stage.arguments.get(name) is not None}
     inputs = {name: value for name, value in arguments.items() if name not in unset}
@@ -136,7 +142,7 @@ def _rate(context: StageContext) -> int:
     for name in ("vocoder", "vae", "audio_vae"):
         component = getattr(context.pipeline, name, None)
         for owner in (component, getattr(component, "config", None)):
-            if isinstance(rate := getattr(owner, "sampling_rate", None), int):
+            if isinstance(rate := getattr(owner, "sampling_rate", getattr(owner, "output_sampling_rate", None)), int):
                 return rate
     refuse(context, f"the components of {_class_of(context)} have no sampling_rate, which its audio output needs")
 

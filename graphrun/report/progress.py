@@ -192,7 +192,7 @@ class BatchProgress(Shown):
 
         return called
 
-    def ran(self, device: str, stages: Sequence[str], request: Any, share: float) -> None:
+    def ran_on(self, device: str, stages: Sequence[str], request: Any, share: float) -> None:
         """A device of a cluster ran ``stages``, and a share of the batch is done."""
         text = f"{device}: {' '.join(stages)} of request {request.number}, {share:.0%} done"
         self._reach(share * self.total_seconds, text)

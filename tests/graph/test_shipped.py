@@ -36,7 +36,7 @@ def test_a_file_goes_before_a_name_and_a_folder_does_not(tmp_path: Path, monkeyp
     ("asked", "told"),
     [
         ("flux-dv", "did you mean flux-dev?"),
-        ("lighthouse", "these are auraflow, cogvideox-5b,"),
+        ("lighthouse", "these are auraflow, chroma,"),
         ("graphs/flux-dev.yaml", "graphrun's own graph is called flux-dev"),
         ("flux-dev.yaml", "graphrun's own graph is called flux-dev"),
         ("mine.yaml", "mine.yaml: no such file"),

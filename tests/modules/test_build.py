@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from campaign import sampled
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -83,6 +84,23 @@ PARAMETERS = {
     },
 }
 
+# In billions, as rounded where they are published: cards of the models, diffusers' documentation, names of checkpoints.
+PUBLISHED = {
+    "chroma": {"transformer": "8.9"},
+    "z-image": {"transformer": "6", "text_encoder": "4"},
+    "flux2-dev": {"transformer": "32", "text_encoder": "24"},
+    "flux2-klein": {"transformer": "4", "text_encoder": "4"},
+    "flux-controlnet": {"transformer": "12"},
+    "krea2": {"transformer": "13"},
+    "sana": {"transformer": "1.6"},
+    "stable-cascade": {"prior": "3.6"},
+    "wan22-i2v": {"transformer": "14", "transformer_2": "14"},
+    "kandinsky5": {"transformer": "2"},
+    "hunyuan-video15": {"transformer": "8.3"},
+    "ltx2": {"transformer": "19", "text_encoder": "12"},
+    "stable-audio": {"transformer": "1"},
+}
+
 
 @pytest.fixture(scope="module")
 def flux() -> Graph:
@@ -117,6 +135,14 @@ def test_parameter_counts_are_the_checkpoints(name: str) -> None:
     meta_modules = {component.name: meta_module(component, graph.trust) for component in graph.components.values()}
     assert {key: sum(p.numel() for p in module.parameters()) for key, module in meta_modules.items()} == PARAMETERS[name]
     assert all(t.device.type == "meta" for module in meta_modules.values() for t in tensors(module).values())
+
+
+@pytest.mark.parametrize("name", sampled(PUBLISHED, ["chroma"], "graphs"))
+def test_parameter_counts_are_those_published(name: str) -> None:
+    graph = load(GRAPHS / f"{name}.yaml")
+    for key, published in PUBLISHED[name].items():
+        count = sum(p.numel() for p in meta_module(graph.component(key), graph.trust).parameters())
+        assert f"{count / 1e9:.{1 if '.' in published else 0}f}" == published, key
 
 
 @pytest.mark.parametrize("name", ["flux-tiny", "sdxl-tiny"])
@@ -426,6 +452,8 @@ def test_tokenizers(flux: Graph, saved: Path) -> None:
     source = replace(part, source=str(saved / "tokenizer"), config={**part.config, "model_max_length": 12})
     assert build_part(source, flux).model_max_length == 77
     assert build_part(source, flux, planning=True).model_max_length == 12
+    chat = build_part(replace(part, config={**part.config, "chat_template": "{{ messages[0]['content'] }}!"}), flux)
+    assert chat.apply_chat_template([{"role": "user", "content": "a cat"}], tokenize=False) == "a cat!"
     with pytest.raises(GraphError, match="unknown key 'model_max_lenght'; did you mean 'model_max_length'"):
         build_part(replace(part, config={"model_max_lenght": 3}), flux)
 

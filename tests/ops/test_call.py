@@ -48,6 +48,19 @@ def test_latents_are_returned_where_a_stage_reads_them(edited: Callable[..., Any
     assert tuple(made["latents"].shape) == (1, 4, 8, 8)
 
 
+def test_a_stage_says_whether_its_vae_decodes_in_tiles(edited: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diffusers.AutoencoderKL.enable_tiling", lambda vae: vae.register_to_config(tiles=True))
+    monkeypatch.setattr("diffusers.AutoencoderKL.disable_tiling", lambda vae: vae.register_to_config(tiles=False))
+    for given in ("true", "false"):
+        graph = edited(("      seed: $seed\n", f"      seed: $seed\n      tiling: {given}\n"))
+        modules = {name: build(component, graph) for name, component in graph.components.items()}
+        stages_of(graph, modules, graph.resolve({"steps": 2, "image": PICTURE})).run()
+        assert modules["vae"].config.tiles is (given == "true")
+    graph = edited(("      seed: $seed\n", "      seed: $seed\n      tiling: true\n"), name="stable-cascade-tiny")
+    with pytest.raises(GraphError, match=r":\d+: stages\.embed: with\.tiling: .* has no VAE that decodes in tiles"):
+        probe(graph, graph.resolve({}))
+
+
 def test_several_prompts_and_images_make_several_pictures(edited: Callable[..., Any]) -> None:
     graph = edited(
         ("prompt: {type: str, default: a lighthouse at dusk}", "prompt: {type: str, many: true}"),

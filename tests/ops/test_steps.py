@@ -116,6 +116,8 @@ CASES = [
     ("sdxl-tiny", "DPMSolverMultistepScheduler"),  # stores earlier model outputs, and computes the last steps differently
     ("sdxl-tiny", "UniPCMultistepScheduler"),
     ("sdxl-tiny", "DDIMScheduler"),
+    ("chroma-tiny", ""),
+    ("sana-tiny", ""),
     ("cogview4-tiny", ""),
     ("auraflow-tiny", ""),
     ("cogvideox-5b-tiny", ""),
@@ -193,10 +195,15 @@ def test_a_state_that_the_interrupted_step_changed_is_dropped(loops: Loops) -> N
     assert torch.equal(stages.run()["latents"], loops("flux-tiny", "", MemoryJournal()))
 
 
-def test_the_loops_of_all_reference_graphs_but_one_can_be_resumed() -> None:
+def test_the_loops_of_all_reference_graphs_but_four_can_be_resumed() -> None:
     graphs = {path.stem: graphrun.load(path, trust=["pyramid_flow"]) for path in GRAPHS.glob("*-tiny.yaml")}
     cannot = {name for name, graph in graphs.items() if why_not(resolve_class(graph.pipeline, graph.trust))}
-    assert cannot == {"pyramid-flow-tiny"}, "generates a video in pieces, each at three sizes"
+    assert cannot == {
+        "pyramid-flow-tiny",  # generates a video in pieces, each at three sizes
+        "hunyuan-video15-tiny",  # has no callback
+        "ltx2-tiny",  # its steps read the sound of the step before
+        "stable-cascade-tiny",  # no loop over timesteps is found in its prior
+    }
     tested = {
         graph.pipeline for name, graph in graphs.items() if name not in cannot and "denoise" in {s.name for s in graph.stages}
     }

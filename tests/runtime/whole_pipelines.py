@@ -17,6 +17,7 @@ from graphrun.graph.loading import load
 from graphrun.model.plan import Stream
 from graphrun.model.problem import Problem
 from graphrun.modules.build import build, build_part, resolve_class
+from graphrun.ops.call import FIELDS
 from graphrun.profile.dry_run import probe
 from graphrun.profile.hardware import simulated
 from graphrun.profile.problems import Limits, problem_of
@@ -93,6 +94,37 @@ def plain_image(graph: Graph, modules: Mapping[str, nn.Module], inputs: Mapping[
     generator = torch.Generator("cpu").manual_seed(inputs["seed"])
     made = pipeline(generator=generator, output_type="pil", return_dict=False, **arguments)[0]
     return made[0] if len(made) == 1 else made
+
+
+def by_hand(graph: Graph, modules: Mapping[str, nn.Module], inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The outputs of a graph of calls, made by diffusers' own pipelines on the CPU, one after the other."""
+    made = {f"${name}": value for name, value in inputs.items()}
+    for stage in graph.stages:
+        own = graph.pipeline_called(stage.pipeline)
+        kind = resolve_class(own.class_path, graph.trust)
+        parts = {name: build_part(part, graph) for name, part in graph.parts.items()}
+        found = {**dict.fromkeys(kind._optional_components), **own.named(modules), **own.named(parts)}
+        pipeline = kind(**{k: v for k, v in found.items() if k in inspect.signature(kind.__init__).parameters}, **own.config)
+        pipeline.set_progress_bar_config(disable=True)
+        given = {name: made[str(of)] if isinstance(of, Reference) else of for name, of in stage.arguments.items()}
+        generator = torch.Generator().manual_seed(given.pop("seed"))
+        if given.pop("tiling", False):
+            pipeline.vae.enable_tiling()
+        given = {name: value for name, value in given.items() if value is not None}
+        if kind_of := {"image": "pil", "video": "pil", "latents": "latent"}.get(stage.outputs[0]):
+            given["output_type"] = kind_of
+        out = pipeline(generator=generator, **given)
+        for name in stage.outputs:
+            value = next(getattr(out, field) for field in (*FIELDS.get(name, (name,)), "images") if hasattr(out, field))
+            made[f"${stage.name}.{name}"] = value[0] if name in FIELDS and len(value) == 1 else value
+    return {name: made[str(of)] for name, of in graph.outputs.items()}
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Whether an output of a run and one of a pipeline are bit for bit the same pictures or sound."""
+    if hasattr(ours, "samples"):
+        return np.array_equal(ours.samples, theirs.float().numpy() if isinstance(theirs, torch.Tensor) else theirs)
+    return np.array_equal(pixels(ours), pixels(theirs))
 
 
 def pixels(image: Any) -> np.ndarray[Any, Any]:
