@@ -104,7 +104,7 @@ OPERATIONS: Mapping[str, Operation] = _table(
     Operation(
         "call",
         required={},
-        optional={"seed": "int"},
+        optional={"seed": "int", "tiling": "bool"},
         outputs={"image": "image", "video": "video", "audio": "audio", "latents": "latents"},
         options={"tiling": "tiling", "slicing": "", "tiling+slicing": "tiling"},
         open=True,
