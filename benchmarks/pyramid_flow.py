@@ -2,9 +2,9 @@
 
 python benchmarks/pyramid_flow.py --code FOLDER       half an hour; writes benchmarks/results/pyramid_flow.json
 
-FOLDER: a checkout of https://github.com/jy0205/Pyramid-Flow. It needs einops, timm, torchvision, tensorboardX and ipython. Tiny: every
-call is compared, bit for bit, with the same call of a model that is entirely on the simulated accelerator. True size: the graph
-`graphs/pyramid-flow.yaml`, seconds are predictions of priors. `--only tiny` or `--only plan` runs one of them.
+FOLDER: a checkout of https://github.com/jy0205/Pyramid-Flow. It needs einops, timm, torchvision, tensorboardX and ipython.
+Tiny: every call is compared, bit for bit, with the same call of a model that is entirely on the simulated accelerator.
+True size: the graph `graphs/pyramid-flow.yaml`, seconds are predictions of priors. `--only tiny` or `--only plan` runs one of them.
 """
 
 from __future__ import annotations

@@ -135,8 +135,8 @@ class MetaPipeline:
         kwargs: dict[str, Any],
         autocast: torch.dtype | None,
     ) -> bool:
-        """Whether an entry that differs in texts only from those with the signatures ``expected`` allocates and computes what one of
-        them does: a component that takes the text itself pads it to one length, or does not."""
+        """Whether an entry computes what one with a signature in ``expected`` does that differs from it in texts only: a component
+        that takes texts itself may pad them to one length."""
         with following(autocast):
             like = self.prober.differing_in_texts(dtype_variant.name, entry, args, kwargs, expected)
         return bool(like) and self.prober.same(like, self.trace(dtype_variant, entry, args, kwargs, autocast)[0])

@@ -178,7 +178,7 @@ class StageSpec(Spec):
     pipeline: Name | None = Field(default=None, description="Which of pipelines: it belongs to; left out: the graph's own.")
     method: Name | None = Field(
         default=None,
-        description="What a call stage calls of a class that is no pipeline of diffusers, such as generate; left out: its __call__.",
+        description="What a call stage calls of a class that is no pipeline of diffusers, such as generate; left out: __call__.",
     )
     uses: list[Name] = Field(default_factory=list, description="The components that the op calls.")
     arguments: dict[Name, Argument] = Field(
@@ -208,8 +208,8 @@ class GraphSpec(Spec):
     pipeline: ClassPath = Field(description="The pipeline class whose code the ops run, such as diffusers.FluxPipeline.")
     pipeline_config: dict[Name, Scalar | None | list[Scalar]] = Field(
         default={},
-        description="More constructor arguments of the pipeline; lists, also of components such as [$canny, $depth]. Of a class that "
-        "is no pipeline of diffusers: its attributes; $name is the object that pipelines: describes.",
+        description="More constructor arguments of the pipeline; lists, also of components such as [$canny, $depth]. Of a class "
+        "that is no pipeline of diffusers: attributes of its object; $name is the object that pipelines: describes.",
     )
     pipelines: dict[Name, PipelineSpec] = Field(
         default_factory=dict, description="Further pipelines, such as a refiner: one plan is for all stages."

@@ -81,7 +81,7 @@ def pipeline_class(pipeline: Pipeline, trust: Collection[str]) -> type[Any]:
 
 
 def require_code(graph: Graph) -> None:
-    """Raises GraphError where a package that the caller trusts is not on Python's path, with where the graph says it is to be got."""
+    """Raises GraphError where a package that the caller trusts is not on Python's path, with where the graph says to get it."""
     absent = [package for package in graph.trust if importlib.util.find_spec(package) is None]
     if absent and graph.code:
         what = f"{', '.join(absent)} cannot be imported: get the code from {graph.code} and add its folder to PYTHONPATH"

@@ -45,10 +45,10 @@ class Sound:
 def call(context: StageContext, *, seed: int | None = None, tiling: bool | None = None, **arguments: Any) -> dict[str, Any]:
     """The outputs that the graph reads of this stage, by name.
 
-    Random numbers come from a CPU generator seeded with ``seed``, default 0, and torch's own is seeded likewise for the code of a
-    class that is no pipeline of diffusers, whose one output is what its method returns. Raises GraphError at the stage's line for an argument
-    that the method does not have, an output that it does not return, and for errors of the pipeline's own code.
-    Raises InputError for a mask whose size differs from the image's.
+    Random numbers come from a CPU generator seeded with ``seed``, default 0. For a class that is no pipeline of diffusers torch's
+    own is seeded likewise, and the one output is what the method returns. ``tiling``: whether its VAE works tile by tile. Raises
+    GraphError at the stage's line for an argument that the method does not have, an output that it does not return, and for errors
+    of the pipeline's own code. Raises InputError for a mask whose size differs from the image's.
     """
     pipeline, wanted = context.pipeline, context.stage.outputs
     function = getattr(type(pipeline), context.stage.method, None)

@@ -76,9 +76,9 @@ def assemble(
 
 
 def _program(kind: type[Any], attributes: Mapping[str, Any], device: torch.device) -> Any:
-    """An object of ``kind``, no pipeline of diffusers, with these ``attributes``. Its own ``__init__`` would load files: it does not
+    """An object of ``kind``, no pipeline of diffusers, with these ``attributes``. Its ``__init__``, which would load files, is not
     run."""
-    program = kind.__new__(kind)
+    program: Any = object.__new__(kind)
     if isinstance(program, nn.Module):
         nn.Module.__init__(program)
         program.eval()
