@@ -1,10 +1,10 @@
-"""Pyramid-Flow's own code (none of it is here) under graphrun: attached with tiny random weights, and planned at true size.
+"""Pyramid-Flow's own code (none of it is here), attached with tiny random weights.
 
-python benchmarks/pyramid_flow.py --code FOLDER       half an hour; writes benchmarks/results/pyramid_flow.json
+python benchmarks/pyramid_flow.py --code FOLDER       some minutes; writes benchmarks/results/pyramid_flow.json
 
 FOLDER: a checkout of https://github.com/jy0205/Pyramid-Flow. It needs einops, timm, torchvision, tensorboardX and ipython.
-Tiny: every call is compared, bit for bit, with the same call of a model that is entirely on the simulated accelerator.
-True size: the graph `graphs/pyramid-flow.yaml`, seconds are predictions of priors. `--only tiny` or `--only plan` runs one of them.
+Every call under half of the weights' bytes is compared, bit for bit, with the same call of a model that is entirely on the
+simulated accelerator. Plans at true size: `benchmarks/graph_table.py pyramid-flow`, with FOLDER on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import version
@@ -41,9 +40,7 @@ from graphrun.runtime.devices.simulated import SimulatedDevice  # noqa: E402
 from graphrun.sim import Machine  # noqa: E402
 
 RESULTS = HERE / "results" / "pyramid_flow.json"
-PACKAGES = ("pyramid_dit", "video_vae", "diffusion_schedulers")
 SHARE = 0.5  # of the bytes of the weights: the budget of the attached calls
-BUDGETS = (("8G", "rtx4060"), ("12G", "rtx3060"), ("24G", "rtx4090"))
 # 1/3, which its constructor has by default, makes a singular covariance, which newer versions of torch refuse.
 GAMMA = 0.3333
 
@@ -200,22 +197,6 @@ def on_device(folder: Path, call: Callable[[Any], Any], around: Callable[[], Abs
         return call(model)
 
 
-def planned() -> dict[str, Any]:
-    """Plans of the graph at true size: miniFLUX, 768 x 1280, 121 frames."""
-    start = time.process_time()
-    graph, found = graphrun.load("pyramid-flow", trust=PACKAGES), dict[str, Any]()
-    with tempfile.TemporaryDirectory() as cache, quiet():
-        for vram, card in BUDGETS:
-            try:
-                problem = graphrun.estimate(graph, vram=vram, ram="64G", hardware=card, cache=Path(cache))
-                of = graphrun.plan(problem).simulation
-                peak = max(slot.peak_bytes for slot in of.slots)
-                found[f"{vram} {card}"] = {"seconds": round(of.seconds, 1), "peak_gib": round(peak / 2**30, 2)}
-            except GraphrunError as error:
-                found[f"{vram} {card}"] = str(error)
-    return {"cpu_seconds": round(time.process_time() - start), "budgets": found}
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without what its code prints, but for errors."""
@@ -238,25 +219,20 @@ def import_from(code: Path) -> list[Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--code", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--only", choices=("tiny", "plan"))
     asked = parser.parse_args()
     if not (asked.code / "pyramid_dit").is_dir():
         parser.error(f"{asked.code} is no checkout of https://github.com/jy0205/Pyramid-Flow")
     declared = import_from(asked.code.resolve())
     torch.set_num_threads(1)
     commit = subprocess.run(["git", "-C", asked.code, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results |= {
+    results: dict[str, Any] = {
         "date": str(datetime.date.today()),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread, Python {platform.python_version()}",
         "versions": {name: version(name) for name in ("torch", "diffusers", "transformers", "einops", "timm", "torchvision")},
         "code": f"github.com/jy0205/Pyramid-Flow at {commit.stdout.strip()}",
     }
     with tempfile.TemporaryDirectory() as folder:
-        if asked.only != "plan":
-            results["tiny"] = tiny(Path(folder))
-    if asked.only != "tiny":
-        results["planned"] = planned()
+        results["tiny"] = tiny(Path(folder))
     del declared
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
