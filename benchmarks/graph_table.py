@@ -3,7 +3,7 @@ graphs/figures.json: of these, what `graphrun list` shows.
 
     python benchmarks/graph_table.py [NAME ...]      all graphs, or those named; the others keep their lines
 
-Needs no weights and no GPU. Pyramid-Flow's code is not a package: its rows are measured on the stand-in in `tests/standins`.
+Needs no weights and no GPU. Pyramid-Flow's code is no package: its rows are made where its folder is on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs" / "graphs.md"
 FIGURES = ROOT / "graphs" / "figures.json"
-STANDINS = ROOT / "tests" / "standins"
+CODE = {"pyramid-flow": ("pyramid_dit", "video_vae", "diffusion_schedulers")}  # packages that have to be on Python's path
 HARDWARE = "rtx4090"
 BUDGETS = ("8G", "12G", "16G", "24G")
 RAM = "64G"
@@ -68,9 +69,8 @@ Each of these files in `graphs/` plans with no weights and no GPU: sizes come fr
 pipeline's own code. Times are of one cold run, weights read from disk, predicted for an RTX 4090 with {RAM[:-1]} GiB of RAM at
 each graph's default inputs; peaks in GiB are what `nvidia-smi` would show. Made by `make tables`.
 
-Pyramid-Flow (miniFLUX, 768p) is measured on a stand-in, since its code is not a package. `tests/standins` has its parameters
-and its calls (units, stages, steps, a growing history, a VAE that decodes piece by piece in tiles), not what its convolutions
-cache of the previous piece.
+Pyramid-Flow (miniFLUX, 768p) plans where its own code is on PYTHONPATH and trusted; without it the message says where to get it
+([its results](howto/own-code.md#a-program-of-any-class)).
 
 Kandinsky 5 and HunyuanVideo 1.5 decode in tiles (`--set tiling=false` for none). Not here: Qwen-Image-Edit, whose processor needs
 torchvision; Kolors, whose tokenizer needs sentencepiece and its vocabulary; Cosmos 2.5, which needs a checker whose configuration
@@ -102,7 +102,7 @@ def component_line(name: str) -> str:
     import graphrun
     from graphrun.modules.build import meta_module
 
-    graph = graphrun.load(ROOT / "graphs" / f"{name}.yaml", trust=["pyramid_flow"])
+    graph = graphrun.load(ROOT / "graphs" / f"{name}.yaml", trust=CODE.get(name, ()))
     sizes = {key: nbytes(meta_module(component, graph.trust)) for key, component in graph.components.items()}
     ordered = sorted(sizes.items(), key=lambda item: -item[1])
     return f"| {name} | {', '.join(f'{key} {size / 2**30:.2f}' for key, size in ordered)} |"
@@ -113,7 +113,7 @@ def figures(name: str, plan_row: str) -> dict[str, Any]:
     import graphrun
     from graphrun.modules.build import meta_module
 
-    graph = graphrun.load(ROOT / "graphs" / f"{name}.yaml", trust=["pyramid_flow"])
+    graph = graphrun.load(ROOT / "graphs" / f"{name}.yaml", trust=CODE.get(name, ()))
     modules = [meta_module(component, graph.trust) for component in graph.components.values()]
     found: dict[str, Any] = {"parameters": sum(p.numel() for module in modules for p in module.parameters())}
     for budget, cell in zip(BUDGETS, plan_row.split("|")[2:], strict=False):
@@ -137,7 +137,7 @@ def plan_line(name: str) -> str:
     from graphrun.units import parse_size
     from graphrun.verify.simulate import simulate
 
-    graph = graphrun.load(ROOT / "graphs" / f"{name}.yaml", trust=["pyramid_flow"])
+    graph = graphrun.load(ROOT / "graphs" / f"{name}.yaml", trust=CODE.get(name, ()))
     inputs = graph.for_planning({})
     probed = probe(graph, inputs)
     cells = []
@@ -175,9 +175,9 @@ def document(rows: dict[str, list[str]]) -> str:
 
 def main(names: list[str]) -> None:
     """Rewrites the rows of ``names``, of all graphs where none is named."""
-    sys.path.append(str(STANDINS))
     rows = lines_of(TABLE.read_text()) if TABLE.is_file() else {}
-    for name in names or NAMES:
+    absent = [name for name, packages in CODE.items() if any(find_spec(package) is None for package in packages)]
+    for name in names or [name for name in NAMES if name not in absent]:
         rows[name] = [component_line(name), plan_line(name)]
         print(*rows[name], sep="\n", flush=True)
         TABLE.write_text(document(rows))

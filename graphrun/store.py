@@ -315,15 +315,16 @@ def own_source() -> str:
 
 def _probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None) -> DryRun:
     with _garbage_collection_paused() as imported:
-        from graphrun.modules.classes import resolve_class, resolve_function
+        from graphrun.modules.classes import pipeline_class, require_code, resolve_class, resolve_function
         from graphrun.profile.dry_run import probe
 
+        require_code(graph)
         for component in graph.components.values():
             resolve_class(component.class_path, graph.trust, component.where, "component")
         for part in graph.parts.values():
             resolve_class(part.class_path, graph.trust, part.where, "part")
         for pipeline in map(graph.pipeline_called, ("", *graph.pipelines)):
-            resolve_class(pipeline.class_path, graph.trust, pipeline.where, "pipeline")
+            pipeline_class(pipeline, graph.trust)
         for stage in graph.stages:
             if stage.operation.own:
                 resolve_function(stage.op, graph.trust, stage.where)

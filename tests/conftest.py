@@ -20,7 +20,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of torch, which is imported later
 
 GRAPHS = Path(__file__).parent.parent / "graphs"
 
-sys.path[:0] = [str(Path(__file__).parent / name) for name in ("sweep", "docs", "runtime")]  # modules that tests share
+sys.path[:0] = [str(Path(__file__).parent / name) for name in ("sweep", "docs", "runtime", "standins")]  # modules that tests share
 pytest_plugins = ["campaign"]
 
 
@@ -72,7 +72,7 @@ def dry_run(name: str) -> tuple[Any, Any, dict[str, Any]]:
     import graphrun
     from graphrun.profile.dry_run import probe
 
-    graph = graphrun.load(GRAPHS / f"{name}.yaml", trust=["pyramid_flow"])
+    graph = graphrun.load(GRAPHS / f"{name}.yaml")
     inputs = graph.for_planning({})
     return graph, probe(graph, inputs), inputs
 

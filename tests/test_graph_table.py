@@ -12,14 +12,16 @@ from campaign import sampled
 
 ROOT = Path(__file__).parent.parent
 ROWS = (ROOT / "docs" / "graphs.md").read_text().splitlines()
-GRAPHS = sorted(path.stem for path in (ROOT / "graphs").glob("*.yaml") if not path.stem.endswith("-tiny") and path.stem != "shapes")
-SAMPLE = ("cogview4", "pyramid-flow", "sd3")
+LEFT_OUT = ("shapes", "pyramid-flow")  # trained here; code that is no package
+GRAPHS = sorted(
+    path.stem for path in (ROOT / "graphs").glob("*.yaml") if not path.stem.endswith("-tiny") and path.stem not in LEFT_OUT
+)
+SAMPLE = ("cogview4", "sd3")
 
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.syspath_prepend(str(ROOT / "tests" / "standins"))
     return importlib.import_module("graph_table")
 
 
@@ -28,7 +30,7 @@ def test_the_documented_sizes_are_those_of_the_components(table: Any, name: str)
     assert table.component_line(name) in ROWS
 
 
-@pytest.mark.parametrize("name", sampled(GRAPHS, ("sd3", "pyramid-flow"), "graphs"))
+@pytest.mark.parametrize("name", sampled(GRAPHS, ("sd3",), "graphs"))
 def test_the_listed_figures_are_those_of_the_tables(table: Any, name: str) -> None:
     row = next(row for row in reversed(ROWS) if row.startswith(f"| {name} |"))
     assert json.loads((ROOT / "graphs" / "figures.json").read_text())[name] == table.figures(name, row)

@@ -567,8 +567,13 @@ class _Replan:
         self._attachment, self._entry_signatures, self._reserve_bytes = attachment, entry_signatures, reserve_bytes
 
     def expects(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the current plan has an entry with this signature."""
-        return self._signature(component, entry, args, kwargs) in self._entry_signatures
+        """Whether the current plan has an entry with this signature, or one with another text that computes the same."""
+        if self._signature(component, entry, args, kwargs) in self._entry_signatures:
+            return True
+        attachment, dtype_variants = self._attachment, self._attachment._host.dtype_variants
+        assert dtype_variants is not None
+        known = dtype_variants.known[component]
+        return attachment._meta_pipeline.serves(self._entry_signatures, known, entry, args, kwargs, attachment.autocast)
 
     def plan_from(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], live_bytes: int) -> Solution:
         """The plan for this entry and for later ones with the same signature. ``live_bytes``: bytes allocated on the device."""

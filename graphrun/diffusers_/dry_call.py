@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -125,6 +126,21 @@ class MetaPipeline:
             proceed = entry_of(self.meta_modules[dtype_variant.component], entry)
             return self.prober.trace(dtype_variant.name, entry, proceed, args, kwargs)
 
+    def serves(
+        self,
+        expected: Collection[str],
+        dtype_variant: DtypeVariant,
+        entry: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        autocast: torch.dtype | None,
+    ) -> bool:
+        """Whether an entry computes what one with a signature in ``expected`` does that differs from it in texts only: a component
+        that takes texts itself may pad them to one length."""
+        with following(autocast):
+            like = self.prober.differing_in_texts(dtype_variant.name, entry, args, kwargs, expected)
+        return bool(like) and self.prober.same(like, self.trace(dtype_variant, entry, args, kwargs, autocast)[0])
+
     @property
     def profiles(self) -> Mapping[str, ComponentProfile]:
         """The component profiles, taken from all traces so far."""
@@ -154,12 +170,24 @@ class LiveProber(Prober):
         super().__init__(meta_modules, self.dtype_variants)
         self._live = dict(live)
         self.entry_signatures: set[str] = set()  # of the call that is being probed, as text
+        self._by_shape = defaultdict[Any, dict[Any, None]](dict)  # signatures with texts, by those without
 
     def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As `Prober.answer`; also notes the entry's signature."""
         self.register(self.dtype_variants.known[component])
-        self.entry_signatures.add(repr(self.signature(component, entry, args, kwargs)))
+        signature = self.signature(component, entry, args, kwargs)
+        self.entry_signatures.add(repr(signature))
+        self._by_shape[self.signature(component, entry, args, kwargs, texts=False)][signature] = None
         return super().answer(component, entry, proceed, args, kwargs)
+
+    def differing_in_texts(self, component: str, entry: str, args: Any, kwargs: Any, expected: Collection[str]) -> list[Any]:
+        """The signatures among ``expected`` that differ from that of this entry in texts only."""
+        alike = self._by_shape.get(self.signature(component, entry, args, kwargs, texts=False), {})
+        return [signature for signature in alike if repr(signature) in expected and signature in self._traces]
+
+    def same(self, signatures: Iterable[Any], call: Traced) -> bool:
+        """Whether one of the entries with these ``signatures`` was traced as ``call`` was."""
+        return any(self._traces[signature][0] == call for signature in signatures)
 
     def register(self, dtype_variant: DtypeVariant) -> None:
         """Adds ``dtype_variant`` as a component with a profile of its own."""

@@ -111,12 +111,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A pipeline class with constructor arguments. ``members``: its name for a component or part -> the graph's, None for none."""
+    """A pipeline class with constructor arguments. ``members``: its name for a component or part -> the graph's, None for none.
+    ``program``: any class of a trusted package, whose objects are made of attributes."""
 
     class_path: str
     config: Mapping[str, Any]
     members: Mapping[str, str | None] = field(default_factory=dict)
     where: str = field(default="", compare=False)
+    program: bool = False
 
     @property
     def content(self) -> list[Any]:
@@ -135,6 +137,7 @@ class Stage:
 
     ``options``: alternatives that a plan may choose, such as ``tiling``. ``outputs``: the names of its outputs; of an op that is
     ``open``, those that the graph reads. ``pipeline``: which of the graph's further pipelines it belongs to; "": the graph's own.
+    ``method``: what of the pipeline a call stage calls.
     """
 
     name: str
@@ -145,6 +148,7 @@ class Stage:
     options: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     pipeline: str = ""
+    method: str = "__call__"
 
     @property
     def operation(self) -> Operation:
@@ -214,13 +218,17 @@ class Graph:
     precomputed: tuple[Reference, ...] = ()  # stage outputs that a run gets ready-made, in place of these stages
     pipelines: Mapping[str, Pipeline] = field(default_factory=dict)  # further ones, which stages name
     fps: float | None = None  # frame rate of video files; None: from the pipeline's arguments
+    code: str = field(default="", compare=False)  # where its packages are to be got, for people
     where: str = field(default="", compare=False)
     # Meta modules that nothing uses now, for the next run (`graphrun.modules.build`); a graph and its parts share them.
     spare: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def pipeline_called(self, name: str) -> Pipeline:
         """The further pipeline called ``name``; "": its own."""
-        return self.pipelines[name] if name else Pipeline(self.pipeline, self.pipeline_config, where=self.where)
+        if name:
+            return self.pipelines[name]
+        program = any(stage.method != "__call__" for stage in self.stages if not stage.pipeline)
+        return Pipeline(self.pipeline, self.pipeline_config, where=self.where, program=program)
 
     def component(self, name: str) -> Component:
         """The component called ``name``. Raises KeyError."""
@@ -450,6 +458,7 @@ class Graph:
                     {k: _plain(v) for k, v in s.arguments.items()},
                     *([s.options] if s.options else []),
                     *([s.pipeline] if s.pipeline else []),
+                    *([s.method] if s.method != "__call__" else []),
                 ]
                 for s in self.stages
             },

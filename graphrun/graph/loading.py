@@ -123,11 +123,14 @@ class _Reader:
             outputs=outputs,
             directives=self._directives(),
             fps=spec.fps,
+            code=spec.code or "",
             where=self.document.where(("pipeline",)),
         )
 
     def _pipelines(self) -> dict[str, Pipeline]:
         found, named = dict[str, Pipeline](), {stage.pipeline for stage in self.spec.stages.values()}
+        held = {str(value)[1:] for value in self.spec.pipeline_config.values() if str(value).startswith("$")}
+        programs = held | {stage.pipeline for stage in self.spec.stages.values() if stage.method is not None}
         known = [*self.spec.components, *self.spec.parts]
         for name, spec in self.spec.pipelines.items():
             at = ("pipelines", name)
@@ -135,14 +138,18 @@ class _Reader:
             for key, member in spec.members.items():
                 if member is not None and member not in known:
                     self.add((*at, "members", key), f"no such component or part {member!r}{did_you_mean(member, known)}")
-            if name not in named:
+            if name not in named | held:
                 self.add(at, "no stage belongs to it; add pipeline: to a stage, or remove it")
             config = self._pipeline_config((*at, "config"), spec.config)
-            found[name] = Pipeline(spec.class_path, config, dict(spec.members), self.document.where((*at, "class")))
+            where = self.document.where((*at, "class"))
+            found[name] = Pipeline(spec.class_path, config, dict(spec.members), where, name in programs)
         return found
 
     def _pipeline_config(self, at: Location, config: Mapping[str, Any]) -> dict[str, Any]:
+        known = self.spec.pipelines if at == ("pipeline_config",) else {}
         for key, value in config.items():
+            if isinstance(value, str) and value.startswith("$") and value[1:] not in known:
+                self.add((*at, key), f"{value!r} is not one of pipelines:{did_you_mean(value[1:], known)}")
             for index, text in enumerate(value if isinstance(value, list) else ()):
                 name = str(text).removeprefix("$")
                 if (name in self.spec.components) != str(text).startswith("$"):
@@ -399,7 +406,10 @@ class _Reader:
             self.add((*at, "pipeline"), "a function belongs to no pipeline: leave it out")
         elif pipeline and pipeline not in self.spec.pipelines:
             self.add((*at, "pipeline"), f"no such pipeline {pipeline!r}{did_you_mean(pipeline, self.spec.pipelines)}")
-        return Stage(name, spec.op, tuple(spec.uses), arguments, self.document.where(at), tuple(spec.options), outputs, pipeline)
+        if spec.method is not None and spec.op != "call":
+            self.add((*at, "method"), "only op: call calls a method: leave it out")
+        where, method = self.document.where(at), spec.method or "__call__"
+        return Stage(name, spec.op, tuple(spec.uses), arguments, where, tuple(spec.options), outputs, pipeline, method)
 
     def _argument(self, value: Any, at: Location) -> Any:
         """``value`` with `Reference` objects in place of texts such as ``$prompt``.

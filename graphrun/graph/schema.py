@@ -180,6 +180,10 @@ class StageSpec(Spec):
         ),
     ]
     pipeline: Name | None = Field(default=None, description="Which of pipelines: it belongs to; left out: the graph's own.")
+    method: Name | None = Field(
+        default=None,
+        description="What a call stage calls of a class that is no pipeline of diffusers, such as generate; left out: __call__.",
+    )
     uses: list[Name] = Field(default_factory=list, description="The components that the op calls.")
     arguments: dict[Name, Argument] = Field(
         alias="with",
@@ -207,7 +211,9 @@ class GraphSpec(Spec):
     name: GraphName = Field(description="Also names its output files: letters, digits, dots, dashes, underscores.")
     pipeline: ClassPath = Field(description="The pipeline class whose code the ops run, such as diffusers.FluxPipeline.")
     pipeline_config: dict[Name, Scalar | None | list[Scalar]] = Field(
-        default={}, description="More constructor arguments of the pipeline; lists, also of components such as [$canny, $depth]."
+        default={},
+        description="More constructor arguments of the pipeline; lists, also of components such as [$canny, $depth]. Of a class "
+        "that is no pipeline of diffusers: attributes of its object; $name is the object that pipelines: describes.",
     )
     pipelines: dict[Name, PipelineSpec] = Field(
         default_factory=dict, description="Further pipelines, such as a refiner: one plan is for all stages."
@@ -218,6 +224,11 @@ class GraphSpec(Spec):
     license: Text | None = Field(default=None, description="The license of the source's weights, for people: apache-2.0.")
     fps: Annotated[float, Field(ge=SLOWEST_FPS, le=FASTEST_FPS)] | None = Field(
         default=None, description="Frames per second of its videos, as files."
+    )
+    code: Text | None = Field(
+        default=None,
+        description="Where its packages are to be got that no index has, for people. It grants nothing: whoever uses the file has "
+        "their folder on PYTHONPATH, and trusts them.",
     )
     allow: list[Name] | None = Field(
         default=None,

@@ -6,16 +6,17 @@ Without further permission a file may name certain kinds of classes of diffusers
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
 from typing import Any, Literal
 
 from graphrun.errors import GraphError
-from graphrun.graph.graph import DEFAULT_ALLOW, Component
+from graphrun.graph.graph import DEFAULT_ALLOW, Component, Graph, Pipeline
 from graphrun.graph.ops import DECLARED
 from graphrun.graph.values import did_you_mean, outside, to_trust
 
-Kind = Literal["component", "part", "pipeline", "blocks"]
+Kind = Literal["component", "part", "pipeline", "program", "blocks"]
 # The base class that a class of diffusers or transformers must have, by package and name. ConfigMixin covers classes that are
 # constructed from their configuration alone: diffusers' image processors and pachifiers.
 _BASES: dict[str, frozenset[tuple[str, str]]] = {
@@ -27,6 +28,7 @@ _BASES: dict[str, frozenset[tuple[str, str]]] = {
         | {("transformers", "AutoFeatureExtractor")}
     ),
     "pipeline": frozenset({("diffusers", "DiffusionPipeline"), ("diffusers", "ModularPipeline")}),
+    "program": frozenset(),
     "blocks": frozenset({("diffusers", "ModularPipelineBlocks")}),
 }
 # What each kind is, and what every class of it has: of a trusted package too, since it is what such a class is used by.
@@ -34,6 +36,7 @@ _DESCRIPTIONS = {
     "component": ("a module with weights", "is a torch.nn.Module"),
     "part": ("a scheduler, guider, tokenizer or processor", "has from_config or from_pretrained"),
     "pipeline": ("a pipeline", "is a DiffusionPipeline or ModularPipeline of diffusers"),
+    "program": ("a class whose methods stages call", "is of a package that you trust"),
     "blocks": ("blocks of a modular pipeline", "is a ModularPipelineBlocks of diffusers"),
 }
 
@@ -66,10 +69,23 @@ def resolve_class(class_path: str, trust: Collection[str] = (), where: str = "",
     if own not in trust and not any(_is_kind(found, kind) for kind in kinds or _BASES):
         wanted = " nor ".join(_DESCRIPTIONS[kind][0] for kind in kinds or _BASES)
         raise GraphError(f"{class_path} is not {wanted}, and a file may name no other class here; {to_trust(own)}", where)
-    if kinds and not any(_is_kind(found, kind) or (kind == "part" and _can_be_part(found)) for kind in kinds):
+    if kinds and not any(_is_kind(found, kind) or _can_be(found, kind, own in trust) for kind in kinds):
         needed = " or ".join(f"{what}: such a class {has}" for what, has in (_DESCRIPTIONS[kind] for kind in kinds))
         raise GraphError(f"{class_path} is not {needed}", where)
     return found
+
+
+def pipeline_class(pipeline: Pipeline, trust: Collection[str]) -> type[Any]:
+    """The class of ``pipeline``. Raises GraphError where it is declared."""
+    return resolve_class(pipeline.class_path, trust, pipeline.where, "program" if pipeline.program else "pipeline")
+
+
+def require_code(graph: Graph) -> None:
+    """Raises GraphError where a package that the caller trusts is not on Python's path, with where the graph says to get it."""
+    absent = [package for package in graph.trust if importlib.util.find_spec(package) is None]
+    if absent and graph.code:
+        what = f"{', '.join(absent)} cannot be imported: get the code from {graph.code} and add its folder to PYTHONPATH"
+        raise GraphError(what, graph.where)
 
 
 def resolve_function(path: str, trust: Collection[str], where: str) -> Callable[..., Mapping[str, Any]]:
@@ -93,8 +109,10 @@ def resolve_function(path: str, trust: Collection[str], where: str) -> Callable[
     return function
 
 
-def _can_be_part(found: type[Any]) -> bool:
-    return hasattr(found, "from_config") or hasattr(found, "from_pretrained")
+def _can_be(found: type[Any], kind: Kind, trusted: bool) -> bool:
+    if kind == "part":
+        return hasattr(found, "from_config") or hasattr(found, "from_pretrained")
+    return kind == "program" and trusted
 
 
 def _is_kind(found: type[Any], kind: str) -> bool:

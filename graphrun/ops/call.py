@@ -1,4 +1,4 @@
-"""The op `call`: runs a pipeline's own `__call__` with the arguments of the stage, and returns its outputs by name.
+"""The op `call`: runs a pipeline's own `__call__`, or the method that the stage names, and returns its outputs by name.
 
 image    the pictures                 one, or a list of several
 video    the frames                   a list of pictures, or a list of videos
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -21,7 +22,7 @@ from graphrun.errors import GraphError, InputError
 from graphrun.graph.media import size_of
 from graphrun.graph.ops import MEDIA_KINDS
 from graphrun.graph.values import did_you_mean
-from graphrun.ops.diffusion import StageContext, without_pictures
+from graphrun.ops.diffusion import StageContext, set_tiling, without_pictures
 
 # Names of the fields in diffusers' output classes for each output, the most common first.
 FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -44,20 +45,21 @@ class Sound:
 def call(context: StageContext, *, seed: int | None = None, tiling: bool | None = None, **arguments: Any) -> dict[str, Any]:
     """The outputs that the graph reads of this stage, by name.
 
-    Random numbers come from a CPU generator seeded with ``seed``, default 0. ``tiling``: whether the VAE decodes tile by tile; None
-    keeps its setting. Raises GraphError at the stage's line for an argument that the pipeline's `__call__` does not have, an output
-    that it does not return, and for errors of the pipeline's own code. Raises InputError for a mask whose size differs from the
-    image's.
+    Random numbers come from a CPU generator seeded with ``seed``, default 0. For a class that is no pipeline of diffusers torch's
+    own is seeded likewise, and the one output is what the method returns. ``tiling``: whether the VAE decodes tile by tile; None
+    keeps its setting. Raises GraphError at the stage's line for an argument that the method does not have, an output that it does
+    not return, and for errors of the pipeline's own code. Raises InputError for a mask whose size differs from the image's.
     """
     pipeline, wanted = context.pipeline, context.stage.outputs
-    known = inspect.signature(type(pipeline).__call__).parameters
+    function = getattr(type(pipeline), context.stage.method, None)
+    if not callable(function):
+        refuse(context, f"method: {_class_of(context)} has no method {context.stage.method}")
+    known = inspect.signature(function).parameters
     _refuse_unknown(context, known, arguments, seed)
     _refuse_mask_size(context, arguments)
-    if tiling is not None:
-        vae: Any = getattr(pipeline, "vae", None)
-        if not hasattr(vae, "enable_tiling"):
-            refuse(context, f"with.tiling: {_class_of(context)} has no VAE that decodes in tiles: remove it")
-        (vae.enable_tiling if tiling else vae.disable_tiling)()
+    if tiling is not None and not hasattr(getattr(pipeline, "vae", None), "enable_tiling"):
+        refuse(context, f"with.tiling: {_class_of(context)} has no VAE that decodes in tiles: remove it")
+    set_tiling(getattr(pipeline, "vae", None), tiling)
     # Optional inputs that are not set.
     unset = {name for name, value in arguments.items() if value is None and context.stage.arguments.get(name) is not None}
     inputs = {name: value for name, value in arguments.items() if name not in unset}
@@ -67,10 +69,21 @@ def call(context: StageContext, *, seed: int | None = None, tiling: bool | None 
         inputs["output_type"] = kind
     if not context.pictures and inputs.get("output_type") == "pil" and "padding_mask_crop" not in inputs:
         without_pictures(pipeline)
-    with torch.no_grad():
-        made = pipeline(**inputs)
+    own = context.stage.method != "__call__"
+    with torch.no_grad(), _seeded(seed or 0) if own else nullcontext():
+        made = function(pipeline, **inputs)
     fields = made if isinstance(made, Mapping) else getattr(made, "__dict__", {})
+    if own and not isinstance(made, Mapping):
+        fields = {wanted[0]: made}
     return {name: output_field(context, fields, name) for name in wanted}
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Within the context torch's own generator (CPU) is seeded with ``seed``."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
 def _refuse_unknown(
@@ -78,13 +91,13 @@ def _refuse_unknown(
 ) -> None:
     """Raises GraphError for unknown and missing arguments of `__call__`, and for a seed where it takes no generator."""
     takes = {name for name, p in known.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)} - RESERVED
-    what = f"{_class_of(context)}.__call__"
+    what = f"{_class_of(context)}.{context.stage.method}"
     for name in arguments:
         if name == "generator":
             refuse(context, f"with.{name}: use seed: instead")
         if name not in takes:
             refuse(context, f"with.{name}: {what} has no argument {name!r}{did_you_mean(name, takes)}")
-    if seed is not None and "generator" not in known:
+    if seed is not None and "generator" not in known and context.stage.method == "__call__":
         refuse(context, f"with.seed: {what} takes no generator, so it has no seed: remove it")
     missing = [name for name in takes if known[name].default is inspect.Parameter.empty and name not in arguments]
     if missing:

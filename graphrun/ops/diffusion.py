@@ -140,8 +140,7 @@ def decode(
     pipeline.scheduler = without_steps(pipeline.scheduler)
     if (vae := getattr(pipeline, "vae", None)) is not None:
         latents = latents.to(vae.dtype)
-        if tiling is not None:
-            (vae.enable_tiling if tiling else vae.disable_tiling)()
+        set_tiling(vae, tiling)
     if not context.pictures:
         without_pictures(pipeline)
     # Without steps there is no guidance, so nothing should be encoded or copied for it.
@@ -149,6 +148,12 @@ def decode(
     arguments = {**unguided, **embeds, **settings, "latents": latents, "output_type": output_type, "return_dict": False}
     images = _call(pipeline, arguments)
     return {"image": images[0] if isinstance(images, list) and len(images) == 1 else images}
+
+
+def set_tiling(vae: Any, tiling: bool | None) -> None:
+    """Whether ``vae`` works tile by tile, which changes pictures slightly; None keeps its setting."""
+    if tiling is not None:
+        (vae.enable_tiling if tiling else vae.disable_tiling)()
 
 
 def without_pictures(pipeline: Any) -> None:

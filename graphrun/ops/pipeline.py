@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Graph, Pipeline, Reference
-from graphrun.modules.build import resolve_class
+from graphrun.modules.classes import pipeline_class
 from graphrun.ops.modular import assemble_blocks, fix_device, fresh, is_modular_class
 
 
@@ -38,8 +39,12 @@ def assemble(
     from diffusers import DiffusionPipeline
 
     own = called or graph.pipeline_called("")
-    kind = resolve_class(own.class_path, graph.trust, own.where, "pipeline")
-    modules, parts = own.named(modules), own.named(parts)
+    kind = pipeline_class(own, graph.trust)
+    things, modules, parts = (modules, parts), own.named(modules), own.named(parts)
+    if own.program:
+        held = {name: graph.pipelines[text[1:]] for name, text in own.config.items() if str(text).startswith("$")}
+        made = {name: assemble(graph, *things, device, of) for name, of in held.items()}
+        return _program(kind, {**modules, **{name: fresh(part) for name, part in parts.items()}, **own.config, **made}, device)
     if is_modular_class(kind):
         return assemble_blocks(graph, own, kind, modules, parts, device)
     arguments: dict[str, Any] = {
@@ -68,6 +73,19 @@ def assemble(
         owner.set_progress_bar_config(disable=True)
         fix_device(owner, device)
     return pipeline
+
+
+def _program(kind: type[Any], attributes: Mapping[str, Any], device: torch.device) -> Any:
+    """An object of ``kind``, no pipeline of diffusers, with these ``attributes``. Its ``__init__``, which would load files, is not
+    run."""
+    program: Any = object.__new__(kind)
+    if isinstance(program, nn.Module):
+        nn.Module.__init__(program)
+        program.eval()
+    for name, value in attributes.items():
+        setattr(program, name, value)
+    fix_device(program, device)
+    return program
 
 
 def known_arguments(function: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,6 +126,7 @@ def frames_per_second(graph: Graph, inputs: Mapping[str, Any]) -> float | None:
     for value in (stage.arguments[name] for stage in graph.stages for name in names if name in stage.arguments):
         found = inputs.get(value.name, graph.inputs[value.name].default) if isinstance(value, Reference) else value
         return float(found) if found else None
-    known = inspect.signature(resolve_class(graph.pipeline, graph.trust, graph.where, "pipeline").__call__).parameters
+    own = graph.pipeline_called("")
+    known = {} if own.program else inspect.signature(pipeline_class(own, graph.trust).__call__).parameters
     defaults = (known[name].default for name in names if name in known)
     return next((float(default) for default in defaults if isinstance(default, (int, float)) and default > 0), None)

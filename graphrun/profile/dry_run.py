@@ -91,11 +91,13 @@ class Prober:
         self._traces: dict[Any, tuple[Call, Returned]] = {}
         self._hook_state: dict[str, list[torch.Tensor]] = {}  # by component, what its hooks hold between its calls
 
-    def signature(self, component: str, entry: str, args: Any, kwargs: Any, device_type: str = sim.device.type) -> Any:
+    def signature(
+        self, component: str, entry: str, args: Any, kwargs: Any, device_type: str = sim.device.type, *, texts: bool = True
+    ) -> Any:
         """A key that is equal for calls that one trace can serve: same component, entry point and argument shapes, under the same
-        autocast for ``device_type``."""
+        autocast for ``device_type``. Without ``texts`` it is equal for calls that differ in texts only."""
         host = "cpu" if device_type != "cpu" else ""  # a device of tests computes on the CPU itself
-        return component, entry, _signature(args, host), _signature(kwargs, host), dtype_on(device_type)
+        return component, entry, _signature(args, host, texts), _signature(kwargs, host, texts), dtype_on(device_type)
 
     def trace(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, Returned]:
         """The call as traced for its signature, and what it returns. Where hooks with a state decide what is computed (diffusers'
@@ -332,13 +334,13 @@ def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
 
 
-def _signature(value: Any, host: str) -> Any:
+def _signature(value: Any, host: str, texts: bool) -> Any:
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype, value.device.type == host
     if isinstance(value, dict):
-        return tuple((key, _signature(item, host)) for key, item in value.items())
+        return tuple((key, _signature(item, host, texts)) for key, item in value.items())
     if isinstance(value, (list, tuple)):
-        return tuple(_signature(item, host) for item in value)
-    if isinstance(value, (bool, int, str, type(None))):
+        return tuple(_signature(item, host, texts) for item in value)
+    if isinstance(value, (bool, int, type(None))) or (texts and isinstance(value, str)):
         return value
-    return (type(value), *(_signature(tensor, host) for tensor in tensors_in(value))) if may_hold(value) else type(value)
+    return (type(value), *(_signature(tensor, host, texts) for tensor in tensors_in(value))) if may_hold(value) else type(value)

@@ -25,7 +25,7 @@ from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
 from graphrun.graph.values import did_you_mean
 from graphrun.model.problem import Hardware
-from graphrun.modules.classes import resolve_class
+from graphrun.modules.classes import pipeline_class
 from graphrun.profile.asked import FORMATS
 from graphrun.profile.costs import extra_seconds, work_seconds
 from graphrun.profile.quantized import weights_by_precision
@@ -96,7 +96,7 @@ class _Walk:
     def __init__(self, graph: Graph, probed: DryRun, hardware: Hardware, chosen: Mode, weights: Mapping[str, int]) -> None:
         self.graph, self.probed, self.hardware, self.mode = graph, probed, hardware, chosen
         self.weights = {name: nbytes for name, nbytes in weights.items() if name not in chosen.cpu}
-        pipeline = resolve_class(graph.pipeline, graph.trust, graph.where, "pipeline")
+        pipeline = pipeline_class(graph.pipeline_called(""), graph.trust)
         order = str(getattr(pipeline, "model_cpu_offload_seq", None) or "").split("->")
         chain = [name for name in order if name in self.weights and name not in chosen.keep]
         self.before = dict(zip(chain[1:], chain, strict=False))  # component -> the one that leaves when it is called

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from programs import Film, captioner
+from programs import Film, Told, captioner
 from test_attach_pipelines import equal
 from tiny_pipelines import checked_peak_bytes
 
@@ -119,6 +119,21 @@ def test_methods_that_move_modules_are_refused_with_what_to_leave_out(attached: 
         film.to("cpu")
     assert device.allocated_bytes == 0
     assert equal(seeded(film), seeded(Film()))
+
+
+def test_another_text_for_a_module_that_pads_it_is_in_the_plan_and_a_longer_one_is_not() -> None:
+    told, plain, device = Told(), Told(), SimulatedDevice(Machine())
+    vram = int(0.8 * sum(tensor.nbytes for tensor in told.reader.parameters()))
+    said = list[str]()
+    attaching = {"components": {"reader": told.reader}, "entries": ["read"], "vram": vram, "device": device, "tell": said.append}
+    with graphrun.attach(told, **attaching) as attachment:
+        for text in ("a ship", "two ships", "a ship", "a storm"):
+            assert equal(told.read(text), plain.read(text))
+            assert attachment.replans == ()
+        assert len(said) == 1
+        for text in ("a lighthouse in a storm", "a ship"):
+            assert equal(told.read(text), plain.read(text))
+        assert len(said) > 1
 
 
 def test_a_model_of_transformers_generates_a_text_for_a_picture() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "runtime"), str(HERE.parent / "standins")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "runtime")]
 sys.path.append(str(HERE.parent.parent / "benchmarks"))
 
 

@@ -113,7 +113,7 @@ class Keys:
         return _digest(
             [
                 self._common,
-                [stage.op, stage.pipeline, *(stage.outputs if stage.operation.open else ())],
+                [stage.op, stage.pipeline, stage.method, *(stage.outputs if stage.operation.open else ())],
                 {name: argument(value) for name, value in stage.arguments.items()},
                 choices.options.get(stage.name, ""),
                 {name: component(name) for name in stage.uses},
@@ -214,7 +214,7 @@ def dependencies(graph: Graph, device: str) -> dict[str, str]:
     found |= {f"version of {name}": _version(name) for name in LIBRARIES}
     found |= {f"code of {name}": digest[:12] for name, digest in _code(graph).items()}
     for stage in graph.stages:
-        found[f"stages.{stage.name}.op"] = stage.op
+        found[f"stages.{stage.name}.op"] = f"{stage.op} {stage.method}" if stage.method != "__call__" else stage.op
         found |= each(f"stages.{stage.name}.with", stage.arguments)
     used = {name for stage in graph.stages for name in stage.uses}
     for component in graph.components.values():

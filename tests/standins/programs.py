@@ -11,6 +11,26 @@ from torch import nn
 from torch.nn import functional
 
 WIDTH = 32
+# `Staged` as a graph file.
+FILM = """
+graphrun: 1
+name: film
+pipeline: programs.Staged
+pipeline_config: {steps: 2}
+code: the tests of graphrun
+allow: [diffusers, transformers, programs]
+inputs:
+  text: {type: str}
+  units: {type: int, default: 3}
+  seed: {type: int, default: 3}
+components:
+  text: {class: programs.Encoder, config: {}, dtype: float32}
+  dit: {class: programs.Denoiser, config: {}, dtype: float32}
+  vae: {class: programs.Decoder, config: {}, dtype: float32}
+stages:
+  make: {op: call, method: generate, uses: [text, dit, vae], with: {text: $text, units: $units, seed: $seed}}
+outputs: {frames: $make.frames}
+"""
 
 
 class Posterior:
@@ -132,6 +152,33 @@ class Film:
 
     def enable_sequential_cpu_offload(self) -> None:
         raise AssertionError("it would move modules")
+
+
+class Staged(Film):
+    """A film whose encoder is an attribute, as a graph file makes it."""
+
+    text: Encoder
+    models = property(lambda self: {"text": self.text})  # type: ignore[assignment]
+
+
+class Reader(Encoder):
+    """Takes the text itself, and pads it to twelve letters; a longer one stays as long as it is."""
+
+    def forward(self, text: str, device: torch.device) -> torch.Tensor:
+        return super().forward(torch.tensor([ord(letter) % 64 for letter in text.ljust(12)]).to(device))
+
+
+class Told:
+    """An object whose module takes texts."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.reader = Reader().eval()
+        self.device = torch.device("cpu")
+
+    @torch.no_grad()
+    def read(self, text: str) -> torch.Tensor:
+        return self.reader(text, self.device) + self.reader("", self.device)[:1]
 
 
 def captioner() -> Any:
