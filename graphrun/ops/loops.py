@@ -28,15 +28,15 @@ _MUTATING_METHODS = frozenset({"append", "extend", "insert", "setdefault"})
 
 def why_not(kind: Any) -> str:
     """Why the loop of the pipeline class ``kind`` cannot be resumed in the middle; "" where it can."""
-    return _why_not(kind)
+    return _why_not(inspect.unwrap(kind.__call__))
 
 
-@functools.cache  # called in every run
-def _why_not(kind: Any) -> str:
-    parameters = inspect.signature(kind.__call__).parameters
+@functools.cache  # called in every run, each with a class of its own that has the same ``call``
+def _why_not(call: Any) -> str:
+    parameters = inspect.signature(call).parameters
     if "generator" not in parameters or not any(name in parameters for name in CALLBACKS):
         return "its pipeline takes no generator, or has no callback for the latents of a step"
-    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.__call__))))
+    tree = ast.parse(textwrap.dedent(inspect.getsource(call)))
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For) and _is_timestep_loop(node)]
     if len(loops) != 1:
         return f"its pipeline has {len(loops)} loops over timesteps, and only one is supported"

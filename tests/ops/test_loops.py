@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import diffusers
 import pytest
 
-from graphrun.ops.loops import why_not
+from graphrun.ops.loops import _why_not, why_not
 
 
 class Plain:
@@ -106,3 +108,16 @@ def test_pipelines_of_diffusers() -> None:
     assert "has no callback for the latents" in why_not(diffusers.LongCatImagePipeline)
     assert not why_not(diffusers.Lumina2Pipeline)
     assert not why_not(diffusers.WanImageToVideoPipeline)
+
+
+def test_it_is_read_once_and_keeps_no_class() -> None:
+    """Each run has a class of its own, with the same `__call__`."""
+    why_not(Plain)
+    before = _why_not.cache_info().misses
+    of_a_run = type("Plain", (Plain,), {})
+    assert why_not(of_a_run) == ""
+    assert _why_not.cache_info().misses == before
+    gone = weakref.ref(of_a_run)
+    del of_a_run
+    gc.collect()
+    assert gone() is None

@@ -140,8 +140,8 @@ def test_a_worker_that_is_killed_again_and_again_under_load_loses_nothing(
 
 @SERVE
 def test_sigterm_lets_what_was_admitted_end_and_then_cancels(serving: Any, tmp_path: Path) -> None:
-    with serving(tmp_path, "--drain", "10s", "--max-steps", "3000") as server:
-        url = f"/v1/jobs/{server.client.post('/v1/jobs', json={'prompt': 'a', 'steps': 3000}).json()['id']}"
+    with serving(tmp_path, "--drain", "10s", "--max-steps", "1000") as server:
+        url = f"/v1/jobs/{server.client.post('/v1/jobs', json={'prompt': 'a', 'steps': 1000}).json()['id']}"
         server.until(lambda: server.client.get(url).json()["step"])
         children = psutil.Process(server.process.pid).children(recursive=True)
         server.process.terminate()

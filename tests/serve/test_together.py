@@ -27,10 +27,10 @@ def test_the_pictures_are_those_of_runs_one_by_one_and_the_seconds_those_predict
     assert segments == {("encode",): segments[("encode",)], ("denoise", "decode"): segments[("denoise", "decode")]}
     worker = Worker(settings, lambda kind, **content: told.append((kind, content)))
 
-    def asked(number: int, of: str, **more: Any) -> dict[str, Any]:
-        (folder := tmp_path / f"{of}-{number}").mkdir()
-        inputs = graph.resolve({**SMALL, "prompt": str(number), "seed": number})
-        return {"id": str(number), "inputs": inputs, "folder": folder, "suffix": ".png", "preview": False, **more}
+    def asked(seed: int, of: str, **more: Any) -> dict[str, Any]:
+        (folder := tmp_path / f"{of}-{seed}").mkdir()
+        inputs = graph.resolve({**SMALL, "prompt": str(seed), "seed": seed})
+        return {"id": str(seed), "inputs": inputs, "folder": folder, "suffix": ".png", "preview": False, **more}
 
     for number in range(3):
         worker.run(group=GROUP, graph="flux-tiny", budgets={}, beside=frozenset(), **asked(number, "alone"))
