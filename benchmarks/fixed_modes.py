@@ -15,17 +15,17 @@ from graphrun.model.problem import Problem  # noqa: E402
 from graphrun.solve.actions import plan_of  # noqa: E402
 from graphrun.solve.baselines import BASELINES, Baseline, fitting  # noqa: E402
 from graphrun.solve.program import program_of  # noqa: E402
-from graphrun.verify.check import check  # noqa: E402
-from graphrun.verify.simulate import simulate  # noqa: E402
+from graphrun.verify.solution import checked_solution  # noqa: E402
 
 
 def compared(problem: Problem, plan: Plan, seconds: float) -> dict[str, Any]:
     """Per mode, with the variants, options and order of ``plan``, which takes ``seconds``: its seconds over the plan's, its bytes;
-    None: it does not fit. The modes stream whole blocks, even where the plan splits a component into layers."""
+    None: it does not fit, in pages where these count. The modes stream whole blocks, even where the plan splits a component into layers."""
     found = dict[str, Any]()
     for mode in BASELINES:
-        fitting = [other for other in _plans(problem, plan, mode) if not check(problem, other)]
-        best = min((simulate(problem, other) for other in fitting), key=lambda each: each.total_seconds, default=None)
+        every = (checked_solution(problem, other, 0.0, 0.0) for other in _plans(problem, plan, mode))
+        fitting = [other.simulation for other in every if other is not None and not other.short_of_pages()]
+        best = min(fitting, key=lambda each: each.total_seconds, default=None)
         found[mode] = best and {
             "seconds": round(best.total_seconds, 4),
             "times_ours": round(best.total_seconds / seconds, 5) if seconds else 1.0,

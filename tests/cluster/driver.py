@@ -17,7 +17,7 @@ address, folder, cache, items = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]
 
 
 class Tells(Watcher):
-    def ran(self, *_: Any) -> None:
+    def ran_on(self, *_: Any) -> None:
         print("ran", flush=True)
 
 

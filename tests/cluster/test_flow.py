@@ -118,7 +118,7 @@ class FailsAfter(Watcher):
     def __init__(self, runs: int) -> None:
         self.left = runs
 
-    def ran(self, *_: Any) -> None:
+    def ran_on(self, *_: Any) -> None:
         self.left -= 1
         if not self.left:
             raise KeyboardInterrupt
