@@ -20,7 +20,8 @@ from graphrun.verify.solution import checked_solution  # noqa: E402
 
 def compared(problem: Problem, plan: Plan, seconds: float) -> dict[str, Any]:
     """Per mode, with the variants, options and order of ``plan``, which takes ``seconds``: its seconds over the plan's, its bytes;
-    None: it does not fit, in pages where these count. The modes stream whole blocks, even where the plan splits a component into layers."""
+    None: it does not fit, in pages where these count. The modes stream whole blocks, even where the plan splits a component into
+    layers."""
     found = dict[str, Any]()
     for mode in BASELINES:
         every = (checked_solution(problem, other, 0.0, 0.0) for other in _plans(problem, plan, mode))

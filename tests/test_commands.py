@@ -225,8 +225,9 @@ def test_a_budget_above_what_the_card_has_free_less_its_margin_is_warned_of(grap
 
 
 LOST = """
-import sys, time
+import signal, sys, time
 from graphrun.cli import common, main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
 class Held:
     def __del__(self):
         raise KeyboardInterrupt
