@@ -6,7 +6,7 @@
 A device that is idle takes the oldest item of those whose values have arrived; at most WAITING wait before it and behind it. What
 a run makes stays where the crew keeps it, until the items that read it are done. Requests with equal inputs of a stage share its
 run, by the keys of the output cache. An item whose values were lost goes back to the stage that makes them; the same inputs make
-the same bits, and an item counts as done once, when its outputs are handed on.
+the same bits, and an item counts as done once, when its outputs are handed on. What that waits for is held back by no limit.
 
 On simulated devices there is one virtual clock: a run begins when its device is free and its values have arrived over the planned
 links, and takes what the device measured. Elsewhere the clock is the wall's.
@@ -165,10 +165,19 @@ class Flow(Works):
         for begin in sorted(self.waiting, reverse=True):
             moved |= begin < len(self.names) and self._pull(begin)
         for post in self.posts:
-            if not post.busy and post.inbox and post.outbox < WAITING:
-                self._start(post, post.inbox.pop(0))
+            able = [item for item in post.inbox if post.outbox < WAITING or self._is_awaited(item)]
+            if able and not post.busy:
+                post.inbox.remove(able[0])
+                self._start(post, able[0])
                 moved = True
         return moved
+
+    def _is_awaited(self, item: _Item) -> bool:
+        """Whether ``item`` is what the next one to be handed on needs: no limit holds it back. All others may wait for that, behind
+        devices that are full."""
+        return bool(self.order) and (
+            item is self.order[0] or any(self.order[0] in made.followers for made in item.made.values() if not made.done)
+        )
 
     def _pull(self, begin: int) -> bool:
         """Sends items that wait before stage ``begin`` to the devices with the fewest; whether any moved."""
@@ -181,7 +190,7 @@ class Flow(Works):
                 (post, link)
                 for post in self.posts
                 if post.span[0] == begin
-                and post.coming + len(post.inbox) < WAITING
+                and (post.coming + len(post.inbox) < WAITING or self._is_awaited(item))
                 and (link := self.placement.cluster.link(item.host or post.assignment.device.host, post.assignment.device.host))
             ]
             if not able:

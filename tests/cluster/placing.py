@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,40 @@ class Here:
         if number not in self.kept:
             raise LostValue(str(number))
         return self.kept[number]
+
+
+class Losing:
+    """A crew that runs nothing: a run takes some seconds, and each value is lost with some chance whenever a run begins."""
+
+    def __init__(self, seed: int, share: float) -> None:
+        self._chance, self._share = random.Random(seed), share
+        self._kept, self._reports, self._number = set[int](), dict[int, Report](), 0
+
+    def begin(self, worker: int, inputs: Mapping[str, Any], values: Sequence[int]) -> int:
+        lost = tuple(number for number, value in enumerate(values) if value not in self._kept)
+        ticket = self.keep({})
+        self._reports[ticket] = Report(lost=lost) if lost else Report(self._chance.uniform(0.5, 2.0))
+        self._kept = {value for value in self._kept if self._chance.random() >= self._share}
+        return ticket
+
+    def done(self, tickets: Collection[int], *, every: bool) -> Collection[int]:
+        return list(tickets)
+
+    def report(self, ticket: int) -> Report:
+        return self._reports.pop(ticket)
+
+    def made(self, ticket: int) -> int:
+        return ticket
+
+    def keep(self, values: Mapping[str, Any]) -> int:
+        self._number += 1
+        self._kept.add(self._number)
+        return self._number
+
+    def fetch(self, handle: int) -> dict[str, Any]:
+        if handle not in self._kept:
+            raise LostValue(str(handle))
+        return defaultdict(int)
 
 
 def ran_by(graph: Any, placement: Placement, crew: Any, requests: Sequence[Any], **more: Any) -> Batch:

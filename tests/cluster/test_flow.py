@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from placing import BUDGET, GRAPH, SMALL, Here, cluster_of, placed, ran_by
+from placing import BUDGET, GRAPH, SMALL, Here, Losing, cluster_of, placed, ran_by
 
 import graphrun
 from graphrun.batch.journal import Journal
@@ -110,6 +110,18 @@ def test_lost_values_are_made_again(flux: Any, crew: Any, pipeline: Placement, s
     assert len(here.ran) > 3 * len(REQUESTS)
     always = ran_by(flux, pipeline, crew(pipeline, lambda of, _: of.kept.clear()), REQUESTS[:1])
     assert always.errors == {1: f"its values were lost {LOSSES + 1} times"}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.1])
+def test_items_that_are_sent_back_are_not_held_back_by_those_that_wait_for_them(
+    flux: Any, pipeline: Placement, share: float
+) -> None:
+    several = [{"prompt": f"prompt {number % 5}", "seed": number % 9} for number in range(12)]
+    for seed in range(20):
+        batch = ran_by(flux, pipeline, Losing(seed, share), several)
+        assert sorted([*batch.outputs, *batch.errors]) == list(range(1, 13))
+        assert share or not batch.errors
+        assert list(batch.outputs) == sorted(batch.outputs)
 
 
 class FailsAfter(Watcher):
