@@ -111,7 +111,8 @@ def test_clients_get_what_they_asked_for_when_it_was_predicted(
     assert errors[int(0.95 * len(errors))] <= 0.2
     for each in found:
         peaks = each["figures"]["peak_bytes"]
-        assert peaks["measured"] <= peaks["planned"] <= 2 * 2**20
+        assert max(peaks.values()) <= 2 * 2**20
+        assert peaks["measured"] <= peaks["planned"] + 2 * PAGE_BYTES, "as docs/planning.md says: within two pages of the plan"
         assert peaks["measured"] % PAGE_BYTES == 0, "counted in pages"
     assert later <= 1.1 * early, "memory is flat"
 
