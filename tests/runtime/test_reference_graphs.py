@@ -41,16 +41,12 @@ MASKED = {"qwen-image-tiny": "encode/"}
 UNEQUAL = {"qwen-image-tiny": 1024}
 
 
-# Its encoder reads an instruction before the prompt, here a token for each letter: more than its weights.
-RESIDENT = {"sana-tiny"}
-
-
 @pytest.mark.parametrize("name", sampled(NAMES, ["wan22-t2v-tiny", "qwen-image-tiny", "sd3-tiny", "ltx-tiny"], "reference"))
 def test_the_output_is_the_plain_pipelines_in_exactly_the_planned_bytes(name: str) -> None:
     whole = TinyPipeline(name, {"steps": 2, **TEXTS.get(name, {})})
     problem = whole.smallest()
     plan = planned(problem)
-    assert bool(streamed(plan)) == (name not in RESIDENT)
+    assert streamed(plan)
     trace = whole.run(problem, plan)
     assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
     slots = simulate(problem, plan).slots
