@@ -144,7 +144,7 @@ def precomputed(
     from graphrun.batch.cache.reuse import reuse_for
 
     graph = graph.until(until)
-    return reuse_for(graph, graph.resolve(inputs or {}), _hardware(hardware, cache), cache, what, graph.allowed(allow)).find()
+    return reuse_for(graph, graph.resolve(inputs or {}), _hardware(hardware, cache).label, cache, what, graph.allowed(allow)).find()
 
 
 def survey(
@@ -251,7 +251,7 @@ def run(
     refuse_unfit(solution, remaining)
     options: dict[str, Any] = {"precomputed": _required_values(remaining, precomputed or {}), "journal": journal}
     if cache is not None and not modules and reuse != "none":
-        choices, outputs_cache = choices_of(solution), reuse_for(graph, values, problem.hardware, cache, reuse, (), note)
+        choices, outputs_cache = choices_of(solution), reuse_for(graph, values, problem.hardware.label, cache, reuse, (), note)
         options["after_stage"] = lambda stage, outputs: outputs_cache.keep(stage, outputs, choices)
     options["ram_bytes"] = host_ram_bytes() + taken_bytes((modules or {}).values())
     device = open_device(problem, check_ordering=check_ordering)

@@ -56,8 +56,7 @@ def run_many(
     for ``objective``. A request then resumes after its last finished stage. Raises InputError where Ray is missing.
     """
     from graphrun.batch import queue
-    from graphrun.batch.cache.index import Index
-    from graphrun.batch.cache.reuse import Reuse
+    from graphrun.batch.cache.reuse import Reuse, reuse_for
     from graphrun.batch.journal import Journal
     from graphrun.batch.requests import refuse_broken, requests_from, resolved
     from graphrun.batch.watch import Watcher as NoWatcher
@@ -85,10 +84,10 @@ def run_many(
             devices = cluster if isinstance(cluster, Cluster) else read_cluster(Path(cluster), cache)
             hardware = None
             elsewhere = stack.enter_context(OnCluster(devices, objective, cache, budgets))
-            device_name = ", ".join(sorted({f"{of.hardware.device} {of.hardware.name}" for of in devices.devices}))
+            device_name = ", ".join(sorted({of.hardware.label for of in devices.devices}))
         else:
             hardware = chosen(budgets.pop("hardware", None), cache)
-            device_name = f"{hardware.device} {hardware.name}"
+            device_name = hardware.label
             # "auto" is resolved once: what is left changes during the batch
             budgets["ram"] = ram_budget(budgets.get("ram", "auto"), (modules or {}).values())
 
@@ -97,7 +96,7 @@ def run_many(
 
         def output_cache(values: Mapping[str, Any]) -> Reuse:
             assert cache is not None
-            return Reuse(Index(cache / "outputs"), graph, values, device_name, what=reuse, allow=allow, note=note)
+            return reuse_for(graph, values, device_name, cache, reuse, allow, note)
 
         context = queue.BatchContext(
             estimate=estimated,

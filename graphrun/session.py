@@ -251,7 +251,7 @@ class Session:
             return None
         cache, what, note = self._cache_options
         allow = self.graph.allowed(self._budgets.get("allow", ()))
-        return reuse_for(self.graph, values, self.solution.problem.hardware, cache, what, allow, note)
+        return reuse_for(self.graph, values, self.solution.problem.hardware.label, cache, what, allow, note)
 
     def _activate(self, planned: PlannedGraph) -> tuple[Host, Runs]:
         """The host side and the executor session for ``planned``, which becomes the current plan.

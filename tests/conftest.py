@@ -66,6 +66,13 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
+@pytest.fixture(scope="session")
+def cached_dry_runs(shared_folder: Path) -> Path:
+    """A cache folder of dry runs and plans (not outputs) that tests share, in every process."""
+    (folder := shared_folder / "dry-runs").mkdir(exist_ok=True)
+    return folder
+
+
 @cache
 def dry_run(name: str) -> tuple[Any, Any, dict[str, Any]]:
     """(graph, its dry run, the inputs) of ``graphs/<name>.yaml``, made once for all tests."""

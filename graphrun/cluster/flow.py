@@ -30,7 +30,7 @@ from graphrun.batch.queue import Batch, BatchContext, Unfinished, Works
 from graphrun.batch.requests import Request
 from graphrun.batch.schedule import Schedule, Segment
 from graphrun.cluster.machines import Link
-from graphrun.cluster.placement import WAITING, Assignment, Placement, crossing
+from graphrun.cluster.placement import WAITING, Assignment, Placement, bytes_before
 from graphrun.cluster.worker import LostValue, Report
 from graphrun.errors import BrokenPlan, GraphrunError, OutOfMemory, PlanError, TransferFailed
 from graphrun.graph.graph import Graph
@@ -124,7 +124,8 @@ class Flow(Works):
         self.segments = segments_of(graph, placement)
         posts = zip(itertools.count(), placement.assignments, self.segments, strict=False)
         self.posts = [_Post(number, of, segment, placement.span(of)) for number, of, segment in posts]
-        self.nbytes = [sum(of.nbytes for of in crossing(self.names, placement.values, at)) for at in range(len(self.names))]
+        self.nbytes = bytes_before(self.names, placement.values)
+        self.output_names: dict[tuple[int, int], list[str]] = {}
         self.requests = len(self.todo)
         self.waiting: dict[int, list[_Item]] = defaultdict(list)  # by stage, in order
         self.order = deque[_Item]()  # not handed on
@@ -212,8 +213,7 @@ class Flow(Works):
             return True
         for span in sorted({post.span for post in self.posts if post.span[0] == item.at}, reverse=True):
             stages = self.names[slice(*span)]
-            names = [str(of)[1:] for of in self.graph.part(stages).outputs.values()]
-            if not self.last & set(stages) and all(self.values.has(item.number, name) for name in names):
+            if not self.last & set(stages) and all(self.values.has(item.number, name) for name in self._outputs(span)):
                 self._pass(item, _Made(span, done=True))
                 return True
             if (known := self.shared.get(self._key(item, stages))) is not None:
@@ -280,9 +280,15 @@ class Flow(Works):
 
     def _handle(self, item: _Item, made: _Made) -> Handle:
         if made.handle is None:
-            names = [str(of)[1:] for of in self.graph.part(self.names[slice(*made.span)]).outputs.values()]
-            made.handle = self.crew.keep({name: self.values.get(item.number, name) for name in names})
+            made.handle = self.crew.keep({name: self.values.get(item.number, name) for name in self._outputs(made.span)})
         return made.handle
+
+    def _outputs(self, span: tuple[int, int]) -> list[str]:
+        """Names of what the stages ``span`` make for others."""
+        if span not in self.output_names:
+            outputs = self.graph.part(self.names[slice(*span)]).outputs.values()
+            self.output_names[span] = [str(of)[1:] for of in outputs]
+        return self.output_names[span]
 
     def _advance(self) -> None:
         """Goes on to the next event. On the virtual clock that is known when all runs are."""

@@ -28,7 +28,7 @@ from math import comb, prod
 
 from graphrun.cluster.columns import Kind, Option, Pricing, kinds_of
 from graphrun.cluster.machines import Cluster, Device, Host
-from graphrun.cluster.placement import Assignment, crossing
+from graphrun.cluster.placement import Assignment, bytes_before
 from graphrun.errors import GraphrunError
 from graphrun.model.problem import ValueNumbers
 from graphrun.solve.linear import Linear, MilpModel, total
@@ -49,7 +49,7 @@ class Unplaceable(GraphrunError):
 def assignments_for(objective: str, cluster: Cluster, pricing: Pricing, values: Sequence[ValueNumbers]) -> tuple[Assignment, ...]:
     """The best assignments. Raises Unplaceable where no devices can run all stages."""
     search: Callable[[Cluster, Pricing, Sequence[int]], Chosen | None] = _fastest_chain if objective == "latency" else _most_items
-    nbytes = [sum(of.nbytes for of in crossing(pricing.stages, values, at)) for at in range(len(pricing.stages))]
+    nbytes = bytes_before(pricing.stages, values)
     kinds = kinds_of(cluster)
     while True:
         chosen = search(cluster, pricing, nbytes)

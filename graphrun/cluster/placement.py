@@ -130,6 +130,11 @@ def crossing(stages: Sequence[str], values: Iterable[ValueNumbers], at: int) -> 
     return [of for of in values if place[of.producer] < at <= max(place[stage] for stage in of.consumers)]
 
 
+def bytes_before(stages: Sequence[str], values: Sequence[ValueNumbers]) -> list[int]:
+    """Bytes of the values that cross before each stage."""
+    return [sum(of.nbytes for of in crossing(stages, values, at)) for at in range(len(stages))]
+
+
 def parse_placement(text: str) -> tuple[Objective, int, list[tuple[str, tuple[str, ...], Plan]]]:
     """Objective, items, and (device, stages, plan) of each section of a placement's text form. Raises PlanError with the line."""
     head: tuple[Objective, int] | None = None

@@ -23,7 +23,7 @@ from itertools import count
 import networkx
 
 from graphrun.cluster.machines import Link
-from graphrun.cluster.placement import WAITING, Assignment, Placement, crossing
+from graphrun.cluster.placement import WAITING, Assignment, Placement, bytes_before
 
 WARM_ITEMS = 500  # at least, after which a rate is measured over as many again
 
@@ -71,7 +71,7 @@ class _Stream:
         for of in placement.assignments:
             worker = _Worker(of, *placement.span(of), warm=warm)
             self.workers[worker.begin].append(worker)
-        self.nbytes = _bytes_before(placement)
+        self.nbytes = bytes_before(placement.stages, placement.values)
         self.free_seconds: dict[tuple[str, str], float] = defaultdict(float)  # when the link from a host to another is free
         self.events: list[tuple[float, int, Callable[[_Worker], None], _Worker]] = []
         self.order, self.clock, self.done = count(), 0.0, list[float]()
@@ -155,7 +155,9 @@ def with_figures(placement: Placement) -> Placement:
     rate, limiting = _rate(placement, by_host=False)
     hosts = [host.name for host in placement.cluster.hosts]
     links = [placement.cluster.link(a, b) for a in hosts for b in hosts]
-    if rate * sum(_bytes_before(placement)) > min(link.bytes_per_second if link is not None else 0.0 for link in links):
+    if rate * sum(bytes_before(placement.stages, placement.values)) > min(
+        link.bytes_per_second if link is not None else 0.0 for link in links
+    ):
         rate, limiting = _rate(placement, by_host=True)
     latency, chain = alone(placement)
     if placement.objective == "latency":
@@ -164,15 +166,10 @@ def with_figures(placement: Placement) -> Placement:
     return replace(placement, items_per_second=rate, latency_seconds=latency, seconds=seconds, bottleneck=limiting)
 
 
-def _bytes_before(placement: Placement) -> list[int]:
-    """Bytes of the values that cross before each stage."""
-    return [sum(of.nbytes for of in crossing(placement.stages, placement.values, at)) for at in range(len(placement.stages))]
-
-
 def _rate(placement: Placement, *, by_host: bool) -> tuple[float, tuple[str, ...]]:
     """The largest flow of items, and the stages of the devices that limit it; none where links do. ``by_host``: links between
     hosts limit it too, each boundary by itself."""
-    network, nbytes, last = networkx.DiGraph(), _bytes_before(placement), len(placement.stages)
+    network, nbytes, last = networkx.DiGraph(), bytes_before(placement.stages, placement.values), len(placement.stages)
     hosts = sorted({of.device.host for of in placement.assignments}) if by_host else [""]
     for at, one, other in ((at, one, other) for at in range(1, last) for one in hosts for other in hosts):
         link = placement.cluster.link(one, other)
@@ -202,19 +199,18 @@ def taken_seconds(of: Assignment, items: int) -> float:
 def alone(placement: Placement) -> tuple[float, tuple[Assignment, ...]]:
     """Seconds of one item alone, and the devices that run it: of those that hold the same stages, the one that is done first. A
     device starts when the values have arrived and its weights are there."""
-    cold, stages = placement.items == 1, placement.stages
+    cold, stages, nbytes = placement.items == 1, placement.stages, bytes_before(placement.stages, placement.values)
 
     def rest(at: int, clock: float, chain: tuple[Assignment, ...]) -> tuple[float, tuple[Assignment, ...]]:
         if at == len(stages):
             return clock, chain
-        nbytes = sum(of.nbytes for of in crossing(stages, placement.values, at))
         first: dict[int, tuple[float, Assignment]] = {}
         for of in placement.assignments:
             begin, end = placement.span(of)
             link = placement.cluster.link(chain[-1].device.host if chain else of.device.host, of.device.host)
             if begin != at or link is None:
                 continue
-            arrived = clock + (link.seconds + nbytes / link.bytes_per_second if chain else 0.0)
+            arrived = clock + (link.seconds + nbytes[at] / link.bytes_per_second if chain else 0.0)
             ready = max(arrived, of.column.ahead_seconds) if cold else arrived
             finish = ready + taken_seconds(of, placement.items)
             if end not in first or finish < first[end][0]:

@@ -93,6 +93,11 @@ class Hardware:
     d2h_pageable_bytes_per_second: float = 1e9  # to pageable memory that is newly allocated, as ``.to("cpu")`` does
     basis: Basis = "prior"
 
+    @property
+    def label(self) -> str:
+        """Device and name, as keys of cached outputs have them."""
+        return f"{self.device} {self.name}"
+
     def seconds_range(self, seconds: float) -> tuple[float, float]:
         """The range in which ``seconds`` computed with these rates probably are; a single number unless they are a prior's."""
         factor = 1 + PRIOR_ERROR if self.basis == "prior" else 1.0

@@ -205,8 +205,8 @@ def run_together(
     context = BatchContext(
         estimate=lambda values: api.estimate(graph, inputs=values, **budgets, runs=api.RUNS),
         solve=solve,
-        device_name=f"{cards[0].device} {cards[0].name}",
-        reuse=None if reuse == "none" else lambda values: reuse_for(graph, values, cards[0], cache, reuse, allow, None),
+        device_name=cards[0].label,
+        reuse=None if reuse == "none" else lambda values: reuse_for(graph, values, cards[0].label, cache, reuse, allow, None),
         modules=None,
         journal=_Keepers([Keeper(asked, tell(asked.id)) for asked in every]),
         device=device,

@@ -28,13 +28,6 @@ def flux() -> Any:
     return graphrun.load(GRAPHS / "flux-tiny.yaml")
 
 
-@pytest.fixture(scope="session")
-def cached_dry_runs(shared_folder: Path) -> Path:
-    """A cache folder of dry runs and plans (not outputs) that all tests here share, in every process."""
-    (folder := shared_folder / "dry-runs").mkdir(exist_ok=True)
-    return folder
-
-
 @pytest.fixture
 def planned_before(cached_dry_runs: Path, tmp_path: Path) -> Path:
     """A copy of `cached_dry_runs` for one test, in which outputs may be cached too."""

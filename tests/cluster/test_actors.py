@@ -15,24 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from placing import BUDGET, GRAPH, SMALL, cluster_of, placed, ran_by, requests
+from placing import BUDGET, SMALL, cluster_of, placed, ran_by, requests
 
 import graphrun
 
 pytestmark = pytest.mark.sweep("cluster")
 KILLS, DRIVER_KILLS, ITEMS = 40, 10, 12
 LATEST_SECONDS = 2.0  # after the start of a run at which its actor is killed
-
-
-@pytest.fixture(scope="module")
-def flux() -> Any:
-    return graphrun.load(GRAPH)
-
-
-@pytest.fixture(scope="module")
-def cached(shared_folder: Path) -> Path:
-    (folder := shared_folder / "dry-runs").mkdir(exist_ok=True)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -53,24 +42,25 @@ def one_device(graph: Any, count: int, cache: Path) -> Any:
 
 
 def test_three_actors_have_the_bits_of_one_device_in_order_at_the_planned_rate(
-    ray: Any, flux: Any, cached: Path, record_property: Any
+    ray: Any, flux: Any, cached_dry_runs: Path, record_property: Any
 ) -> None:
     from graphrun.cluster.actors import Actors
     from graphrun.cluster.flow import segments_of
 
-    placement, single = placed(flux, 24, cached), one_device(flux, 24, cached)
+    placement, single = placed(flux, 24, cached_dry_runs), one_device(flux, 24, cached_dry_runs)
     with Actors(ray, segments_of(flux, placement), placement) as crew:
         batch = ran_by(flux, placement, crew, requests(24))
     assert pictures(batch) == pictures(single)
     assert batch.seconds == pytest.approx(placement.seconds, rel=0.05)
-    singly = 24 * graphrun.plan(graphrun.estimate(flux, inputs=SMALL, cache=cached, **BUDGET), cache=cached).simulation.seconds
+    problem = graphrun.estimate(flux, inputs=SMALL, cache=cached_dry_runs, **BUDGET)
+    singly = 24 * graphrun.plan(problem, cache=cached_dry_runs).simulation.seconds
     record_property(
         "figures", {"items": 24, "seconds": batch.seconds, "planned": placement.seconds, "one": single.seconds, "singly": singly}
     )
     assert batch.seconds < single.seconds < singly
 
 
-def test_actors_killed_at_any_moment_do_every_item_once_with_the_same_bits(ray: Any, flux: Any, cached: Path) -> None:
+def test_actors_killed_at_any_moment_do_every_item_once_with_the_same_bits(ray: Any, flux: Any, cached_dry_runs: Path) -> None:
     from graphrun.cluster.actors import Actors
     from graphrun.cluster.flow import segments_of
 
@@ -105,7 +95,7 @@ def test_actors_killed_at_any_moment_do_every_item_once_with_the_same_bits(ray: 
     (gone,) = ray.get(owner.put.remote())
     ray.kill(owner)  # and with it what it owns
     chance, again, lost = random.Random(7), list[int](), [0]
-    placement, single = placed(flux, ITEMS, cached), one_device(flux, ITEMS, cached)
+    placement, single = placed(flux, ITEMS, cached_dry_runs), one_device(flux, ITEMS, cached_dry_runs)
     while sum(Killing.killed) < KILLS:
         with Killing(ray, segments_of(flux, placement), placement) as crew:
             batch = ran_by(flux, placement, crew, requests(ITEMS))
@@ -116,12 +106,12 @@ def test_actors_killed_at_any_moment_do_every_item_once_with_the_same_bits(ray: 
 
 
 def test_a_driver_killed_at_any_moment_goes_on_and_ends_with_the_same_files(
-    ray: Any, flux: Any, cached: Path, tmp_path: Path
+    ray: Any, flux: Any, cached_dry_runs: Path, tmp_path: Path
 ) -> None:
     chance, address = random.Random(11), ray.get_runtime_context().gcs_address
-    single = dict(pictures(one_device(flux, ITEMS, cached)))
+    single = dict(pictures(one_device(flux, ITEMS, cached_dry_runs)))
     script = Path(__file__).parent / "driver.py"
-    command = [sys.executable, str(script), address, str(tmp_path), str(cached), str(ITEMS)]
+    command = [sys.executable, str(script), address, str(tmp_path), str(cached_dry_runs), str(ITEMS)]
 
     def driven(runs: int | None) -> int:
         """Runs that the driver made before it ended, by itself or killed after ``runs`` of them."""
@@ -137,4 +127,6 @@ def test_a_driver_killed_at_any_moment_goes_on_and_ends_with_the_same_files(
     made = sum(driven(chance.randrange(1, 4)) for _ in range(DRIVER_KILLS)) + driven(None)
     found = {number: np.asarray(Image.open(tmp_path / f"{number}.png")).tobytes() for number in single}
     assert found == single
-    assert made <= len(placed(flux, ITEMS, cached).assignments) * (ITEMS + DRIVER_KILLS), "at most what ran at a kill runs again"
+    assert made <= len(placed(flux, ITEMS, cached_dry_runs).assignments) * (ITEMS + DRIVER_KILLS), (
+        "at most what ran at a kill runs again"
+    )

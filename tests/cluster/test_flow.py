@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from placing import BUDGET, GRAPH, SMALL, Here, Losing, cluster_of, placed, ran_by
+from placing import BUDGET, SMALL, Here, Losing, cluster_of, placed, ran_by
 
 import graphrun
 from graphrun.batch.journal import Journal
@@ -27,25 +27,14 @@ REQUESTS = [{"prompt": f"prompt {number}", "seed": number} for number in range(3
 
 
 @pytest.fixture(scope="module")
-def flux() -> Any:
-    return graphrun.load(GRAPH)
+def pipeline(flux: Any, cached_dry_runs: Path) -> Placement:
+    return placed(flux, len(REQUESTS), cached_dry_runs)
 
 
 @pytest.fixture(scope="module")
-def cached(shared_folder: Path) -> Path:
-    (folder := shared_folder / "dry-runs").mkdir(exist_ok=True)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def pipeline(flux: Any, cached: Path) -> Placement:
-    return placed(flux, len(REQUESTS), cached)
-
-
-@pytest.fixture(scope="module")
-def single(flux: Any, cached: Path) -> list[tuple[int, bytes]]:
+def single(flux: Any, cached_dry_runs: Path) -> list[tuple[int, bytes]]:
     """The pictures of one device."""
-    return pictures(graphrun.run_many(flux, REQUESTS, common=SMALL, cache=cached, reuse="none", **BUDGET))
+    return pictures(graphrun.run_many(flux, REQUESTS, common=SMALL, cache=cached_dry_runs, reuse="none", **BUDGET))
 
 
 @pytest.fixture
@@ -90,8 +79,8 @@ def test_a_slow_link_holds_devices_back_and_changes_no_bit(flux: Any, crew: Any,
     assert starts[1] - starts[0] == pytest.approx(sent / 1e4, rel=0.05)
 
 
-def test_equal_stages_run_once_and_replicas_share_items(flux: Any, crew: Any, cached: Path) -> None:
-    both = placed(flux, 3, cached, (("encode",), ("denoise", "decode"), ("denoise", "decode")))
+def test_equal_stages_run_once_and_replicas_share_items(flux: Any, crew: Any, cached_dry_runs: Path) -> None:
+    both = placed(flux, 3, cached_dry_runs, (("encode",), ("denoise", "decode"), ("denoise", "decode")))
     equal = [{"prompt": "a", "seed": number} for number in (0, 1, 1)]
     batch = ran_by(flux, both, crew(both), equal)
     ran = [(lane.device, lane.stages[0], lane.request) for lane in batch.lanes]

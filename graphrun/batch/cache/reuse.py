@@ -14,7 +14,6 @@ from graphrun.batch.cache.keys import Choices, Keys, cacheable
 from graphrun.batch.cache.pack import pack, unpack
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph, Stage
-from graphrun.model.problem import Hardware
 
 What = Literal["encoded", "all", "none"]
 
@@ -94,12 +93,14 @@ class Reuse:
 def reuse_for(
     graph: Graph,
     values: Mapping[str, Any],
-    hardware: Hardware,
+    device_name: str,
     cache: Path,
     what: What,
     allow: Iterable[str],
     note: Callable[[str], None] | None = None,
 ) -> Reuse:
-    """The outputs cached in the folder ``cache`` for runs of ``graph`` on ``hardware`` with the input ``values``."""
-    device = f"{hardware.device} {hardware.name}"
-    return Reuse(Index(cache / "outputs"), graph, values, device, what=what, allow=tuple(allow), note=note)
+    """The outputs cached in the folder ``cache`` for runs of ``graph`` with the input ``values``.
+
+    ``device_name``: `Hardware.label`, of several devices those of all.
+    """
+    return Reuse(Index(cache / "outputs"), graph, values, device_name, what=what, allow=tuple(allow), note=note)
