@@ -226,6 +226,11 @@ class _Cached:
         pool, block = self._live.pop(key)
         pool.give(*block)
 
+    def place(self, key: int) -> tuple[bool, tuple[int, ...]]:
+        """Where the allocation ``key`` lies: whether in the small pool, and its range or block there."""
+        pool, block = self._live[key]
+        return pool is self._small, block
+
     def trim(self) -> None:
         """Return unused pages or segments, as `torch.cuda.empty_cache` does."""
         self.used_bytes -= self._small.trim() + self._large.trim()

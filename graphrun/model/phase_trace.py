@@ -7,13 +7,19 @@ steady     all further calls
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
 
 # (key, bytes): bytes > 0 allocates, 0 releases. In a `PhaseTrace` also (number of the call's kind, -1): a call.
 Item = tuple[int, int]
 CALL = -1
 SCRATCH = -(2**40)  # keys of scratch are below; no recording has these
+SHORTEST, DISTANCES = 8, 12  # of what repeats: least events, and how many distances between equal events are tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +54,58 @@ class PhaseTrace:
             for call in self.calls
         )
         return replace(self, calls=tuple(calls))
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """From event ``begin`` on, ``times`` times ``period`` events that are alike."""
+
+    begin: int
+    period: int
+    times: int
+
+    @property
+    def end(self) -> int:
+        """The first event behind all of them."""
+        return self.begin + self.period * self.times
+
+
+@functools.lru_cache(maxsize=256)
+def repeats_in(events: tuple[Item, ...]) -> tuple[tuple[int, ...], tuple[Repeat, ...]]:
+    """For each event the number of the one that allocated its tensor, its own where it allocates; and what repeats, in order: the
+    blocks of a transformer do the same, one after another. Events are alike that allocate equally many bytes, or release what was
+    allocated equally many events before."""
+    born = dict[int, int]()
+    numbers = list[int]()
+    kinds = dict[tuple[bool, int], int]()
+    alike = np.empty(len(events), dtype=np.int64)
+    for number, (key, nbytes) in enumerate(events):
+        if nbytes:
+            born[key] = number
+        numbers.append(born[key])
+        kind = (True, nbytes) if nbytes else (False, number - born[key])
+        alike[number] = kinds.setdefault(kind, len(kinds))
+    return tuple(numbers), _longest(alike)
+
+
+def _longest(alike: np.typing.NDArray[np.int64]) -> tuple[Repeat, ...]:
+    """Of the repeats in ``alike`` those that leave out most, none within another."""
+    last = dict[int, int]()
+    distances = Counter[int]()
+    for number, kind in enumerate(alike.tolist()):
+        if kind in last:
+            distances[number - last[kind]] += 1
+        last[kind] = number
+    found = list[Repeat]()
+    for period, _ in distances.most_common(DISTANCES):
+        if period < SHORTEST:
+            continue
+        breaks = [-1, *np.flatnonzero(alike[:-period] != alike[period:]).tolist(), len(alike) - period]
+        for before, after in pairwise(breaks):
+            if after - before > period:
+                found.append(Repeat(before + 1, period, (after - before - 1 + period) // period))
+    kept = list[Repeat]()
+    for one in sorted(found, key=lambda of: (of.period - (of.end - of.begin), of.begin)):
+        if all(one.end <= other.begin or other.end <= one.begin for other in kept):
+            kept.append(one)
+    return tuple(sorted(kept, key=lambda of: of.begin))

@@ -39,20 +39,22 @@ TOLERANCE = 1.001  # simulated over predicted seconds above which a better plan 
 MOST_SINGLE_K = 6  # values of K that are tried for the baseline single K, the largest that fit: smaller ones are hardly ever faster
 
 
-def fastest(problem: Problem, *, layers: bool = True) -> Solution | None:
+def fastest(problem: Problem, *, layers: bool = True, enough: float = 0.0) -> Solution | None:
     """The fastest plan within the budgets, where memory is counted in bytes of tensors; None where nothing fits.
 
     Among equally fast plans the one that moves fewest bytes, then the one with the lowest peak. The solution's problem is
     ``problem`` with components split into layers as needed, and where that is faster (``layers``). Deterministic: equal problems
     give plans that are equal byte for byte.
+
+    ``enough``: seconds within TOLERANCE of which a plan is not refined further.
     """
-    tried = (_solve_as_split(each) for each in ever_finer(problem))
+    tried = (_solve_as_split(each, enough=enough) for each in ever_finer(problem))
     found = next((solution for solution in tried if solution is not None), None)
     if found is None:
         return None
     if layers and (worth := _worth_splitting(found)) is not None:
-        finer = split_into_layers(found.problem, {worth[0]})
-        other = _solve_as_split(finer, worth[1], baselines=False) if problem.runs == 1 else _repeated_run(finer, worth[1])
+        finer, once = split_into_layers(found.problem, {worth[0]}), problem.runs == 1
+        other = _solve_as_split(finer, worth[1], enough, baselines=False) if once else _repeated_run(finer, worth[1], enough)
         if other is not None and other.simulation.total_seconds * TOLERANCE <= found.simulation.total_seconds:
             return other
     return found
@@ -84,10 +86,10 @@ def _with_choices_of(problem: Problem, plan: Plan) -> Problem:
     return replace(applied, components=tuple(only(component) for component in applied.components))
 
 
-def _repeated_run(problem: Problem, known: Formulation) -> Solution | None:
+def _repeated_run(problem: Problem, known: Formulation, enough: float) -> Solution | None:
     """A session's plan that repeats the plan of one run; None where backing stores do not fit for all runs. Used with layers: to
     solve a session with layers takes minutes, and where memory is that scarce little can stay for the next run."""
-    once = _solve_as_split(replace(problem, runs=1), known)
+    once = _solve_as_split(replace(problem, runs=1), known, enough / problem.runs)
     if once is None:
         return None
     first = tuple(replace(s, actions=tuple(a for a in s.actions if not isinstance(a, Drop))) for s in once.plan.slots)
@@ -99,7 +101,9 @@ def _repeated_run(problem: Problem, known: Formulation) -> Solution | None:
     return checked_solution(problem, plan, bound, objective)
 
 
-def _solve_as_split(problem: Problem, known: Formulation | None = None, *, baselines: bool = True) -> Solution | None:
+def _solve_as_split(
+    problem: Problem, known: Formulation | None = None, enough: float = 0.0, *, baselines: bool = True
+) -> Solution | None:
     """The best plan at the granularity of ``problem``; None: nothing fits. ``known``: a formulation, used for the program that it
     states. ``baselines``: `BASELINES` are tried too."""
     if surely_infeasible(problem):
@@ -114,15 +118,15 @@ def _solve_as_split(problem: Problem, known: Formulation | None = None, *, basel
         alone = [replace(each, program=of) for each in found if (of := each.program.on_first_device()) is not None]
         if (second := choose_for([each.program for each in alone])) is not None:
             pairs.append((second, alone[second.number]))
-    refined = [_refined(problem, chosen, answer, baselines) for answer, chosen in pairs]
+    refined = [_refined(problem, chosen, answer, enough, baselines) for answer, chosen in pairs]
     program, best = min(refined, key=lambda each: each[1].rank())
     objective = program.seconds(best.choice)
     return Solution(problem, best.plan, best.simulation, min(first.bound, objective) if every else 0.0, objective)
 
 
-def _refined(problem: Problem, chosen: StageChoice, first: Answer, baselines: bool) -> tuple[Program, _Candidate]:
+def _refined(problem: Problem, chosen: StageChoice, first: Answer, enough: float, baselines: bool) -> tuple[Program, _Candidate]:
     """The best plan for the chosen stage order, options and variants. Solves again, with higher copy times for the slots in
-    question, while the simulator needs longer than predicted; then tries deeper rings and baselines."""
+    question, while the simulator needs longer than predicted and than ``enough``; then tries deeper rings and baselines."""
     variants, choice = simplest_variants(
         first.program.problem, tuple(variant_choice.index for variant_choice in first.program.variant_choices), first.choice
     )
@@ -135,7 +139,7 @@ def _refined(problem: Problem, chosen: StageChoice, first: Answer, baselines: bo
     factors = (1.0,) * len(program.intervals)
     best = last = candidate_of(choice)
     for _ in range(1 if first.large or many_runs(problem) else ROUNDS):
-        if last.simulation.total_seconds <= TOLERANCE * program.seconds(last.choice, factors):
+        if last.simulation.total_seconds <= TOLERANCE * max(enough, program.seconds(last.choice, factors)):
             break
         predicted = program.slot_seconds(last.choice, factors)
         slots = (*last.simulation.slots[: program.run_length], *last.simulation.again)
@@ -152,7 +156,7 @@ def _refined(problem: Problem, chosen: StageChoice, first: Answer, baselines: bo
         raise BrokenPlan(f"the planner made a plan that breaks its rules, which is a bug: {broken[0]}")
     for others in (_deeper_rings(program, best.choice), _baseline_choices(program) if baselines else ()):
         for choice in others:
-            if best.simulation.total_seconds <= TOLERANCE * program.seconds(best.choice):
+            if best.simulation.total_seconds <= TOLERANCE * max(enough, program.seconds(best.choice)):
                 break
             if program.seconds(choice, full_overlap=True) >= best.simulation.total_seconds:
                 continue

@@ -88,7 +88,7 @@ def total(parts: Iterable[Linear]) -> Linear:
 # The search is limited by nodes, not by seconds: plans must not depend on how fast the machine is. Time is about proportional to
 # nodes times columns.
 NODES_TIMES_COLUMNS = 8_000_000
-FEWEST_NODES = 200
+NODES, FEWEST_NODES = 1_000_000, 200
 GAP = 1e-6
 INTEGRALITY, ROUNDING_GAP = 1e-6, 3e-4  # distance from an integer; relative loss accepted for rounding
 ROUNDING_RANGE = 4.0  # layers: how far rounding may move a column from its fractional value
@@ -143,15 +143,16 @@ class MilpModel:
         gap: float = GAP,
         fixed: Mapping[int, float] | None = None,
         start: MilpResult | None = None,
+        nodes: int = NODES,
     ) -> MilpResult | None:
         """Minimises ``goal`` subject to all rows and to ``limits``. None: no solution was found.
 
         ``whole`` False relaxes integers to fractions, which gives a bound. ``gap``: relative optimality gap; ROUGH_GAP keeps
         HiGHS's heuristics for hard cases. ``fixed``: column -> value. ``start``: a solution within the limits to start from.
-        Deterministic: HiGHS with one thread and without a time limit.
+        ``nodes``: most nodes of the search. Deterministic: HiGHS with one thread and without a time limit.
         """
         ranges = {column: (value, value) for column, value in (fixed or {}).items()}
-        return self._solved(goal, limits, max(gap, self._gap) if gap else gap, ranges, whole=whole, start=start)
+        return self._solved(goal, limits, max(gap, self._gap) if gap else gap, ranges, whole=whole, start=start, nodes=nodes)
 
     def rounded(self, known: MilpResult, columns: Collection[int], goal: Linear, gap: float) -> MilpResult | None:
         """Minimises ``goal`` with integers in ``columns``: columns that are integers in ``known`` stay fixed, the others stay
@@ -177,6 +178,7 @@ class MilpModel:
         whole: bool = True,
         integers: Collection[int] = (),
         start: MilpResult | None = None,
+        nodes: int = NODES,
     ) -> MilpResult | None:
         self._arrays = self._arrays or _arrays(self._rows)
         values, columns, counts, lows, highs = map(np.concatenate, zip(self._arrays, _arrays(limits), strict=True))
@@ -195,7 +197,8 @@ class MilpModel:
         lp.a_matrix_.index_, lp.a_matrix_.value_ = columns, values
         if whole:
             lp.integrality_ = [highspy.HighsVarType(int(each)) for each in integer]
-        options = {**OPTIONS, "mip_rel_gap": gap, "mip_max_nodes": max(FEWEST_NODES, NODES_TIMES_COLUMNS // self.size)}
+        nodes = min(nodes, max(FEWEST_NODES, NODES_TIMES_COLUMNS // self.size))
+        options = {**OPTIONS, "mip_rel_gap": gap, "mip_max_nodes": nodes}
         searched = gap == ROUGH_GAP or integers
         return _run(lp, options | ({} if searched else dict.fromkeys(SEARCHES, False)), start)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
 
 from graphrun.model.allocator import LARGE_PAGE_BYTES
 from graphrun.model.problem import PhaseNumbers, Problem
@@ -64,7 +65,7 @@ def _least(problem: Problem) -> Solution | None:
         if solutions and floors[-1] >= problem.overhead_bytes + min(map(_peak_bytes, solutions)):
             break
         of = _with_budget(problem, floors[-1])
-        found = fastest(with_reserve(of, reserve), layers=False)  # its peak counts, not its time
+        found = fastest(with_reserve(of, reserve), layers=False, enough=inf)  # its peak counts, not its time
         if found is None and (ample := with_ample_host(problem)) != problem:
             problem = ample
             continue
@@ -99,15 +100,17 @@ def _with_budget(problem: Problem, nbytes: int) -> Problem:
 
 
 def _within_pages(problem: Problem) -> Solution | None:
-    """The best plan found that keeps to the budget in pages."""
+    """The best plan found that keeps to the budget in pages. A plan that is as fast as the one before, which had more memory, is not
+    refined further."""
     reserve = dict[tuple[str, str], int]()
     bound: float | None = None
+    enough = 0.0
     page_bytes = max(1, int(LARGE_PAGE_BYTES * problem.hardware.page_scale))
     for trial in range(ROUNDS):
-        found = fastest(with_reserve(problem, reserve))
+        found = fastest(with_reserve(problem, reserve), enough=enough)
         if found is None:
             return None
-        bound = found.bound_seconds if bound is None else bound
+        bound, enough = found.bound_seconds if bound is None else bound, found.simulation.total_seconds
         solution = carried_over(problem, found, bound) if reserve else in_pages(found)
         if solution is None or not (short := solution.short_of_pages()):
             return solution

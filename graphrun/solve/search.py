@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from graphrun.errors import BrokenPlan
-from graphrun.solve.linear import GAP, ROUGH_GAP, Linear, MilpResult, Row
+from graphrun.solve.linear import GAP, NODES, ROUGH_GAP, Linear, MilpResult, Row
 from graphrun.solve.milp import Formulation
 from graphrun.solve.program import Choice, Program
 
@@ -23,6 +23,7 @@ MARGIN_GROWTH = 256
 # program.
 LARGE, MOST_LARGE = 850, 4000
 LARGE_GAPS = (1e-4, 1e-3, 1e-3)
+TIE_NODES, REFINE_NODES = 1000, 500  # of a search that breaks a tie in a large program; of one with higher copy times
 HUGE, HUGE_GAP = 8000, 1e-3  # gap of seconds above this many columns, which no reference graph has
 ROUNDING_GAPS = (2e-4, 3e-3)  # gap when counts of layers are rounded; the second above MOST_LARGE columns
 COPY_WEIGHT = 0.01  # weight of a second of copying relative to a second of the plan, where both are in one goal
@@ -31,10 +32,11 @@ SLACK = 1e-6  # relative loss of a goal allowed for the next one; HiGHS warns on
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What to minimise: a linear expression and the value of its unit; ``gap``: relative optimality gap."""
+    """What to minimise: a linear expression and the value of its unit. ``gap``: relative optimality gap; ``nodes``: most nodes."""
 
     of: Callable[[Formulation], tuple[Linear, float]]
     gap: float = GAP
+    nodes: int = NODES
 
 
 GOALS = (
@@ -52,7 +54,7 @@ def _refine_goal(of: Formulation) -> tuple[Linear, float]:
 
 # Goal when a program is solved again because the simulator found its plan slower than predicted: among plans that are nearly as
 # fast, bytes moved decide, then memory. The simulator judges the result again.
-REFINE_GOALS = (Goal(_refine_goal, 1e-4),)
+REFINE_GOALS = (Goal(_refine_goal, 1e-3, REFINE_NODES),)
 LAYER_GOALS = (*SECONDS, *REFINE_GOALS)  # for layers: their counts are fractions, rounded afterwards
 
 
@@ -114,7 +116,7 @@ def _minimise_in_order(formulations: list[Formulation], goals: Sequence[Goal]) -
         of = list(candidates) if limits else list(range(len(formulations)))
         large = any(formulations[n].model.size > LARGE for n in of)
         most = max(most, HUGE_GAP) if any(formulations[n].model.size > HUGE for n in of) else most
-        wanted = replace(goal, gap=max(goal.gap, most)) if large else goal
+        wanted = replace(goal, gap=max(goal.gap, most), nodes=TIE_NODES if limits else goal.nodes) if large else goal
         results, best, least = minimise_over(formulations, of, wanted, limits, staged=large, fixed=fixed, known=candidates)
         if not results:
             break
@@ -168,7 +170,7 @@ def minimise_over(
             continue
         cutoff = [of <= best / unit * (1 + SLACK)] if found else []
         start = None if cutoff else (known or {}).get(n)
-        answer = _minimise_staged(formulations[n], of, [*rows[n], *cutoff], goal.gap, staged, fixed, start)
+        answer = _minimise_staged(formulations[n], of, [*rows[n], *cutoff], goal, staged, fixed, start)
         if answer is None:
             continue
         found[n] = answer
@@ -183,7 +185,7 @@ def _minimise_staged(
     formulation: Formulation,
     of: Linear,
     rows: Sequence[Row],
-    gap: float,
+    goal: Goal,
     staged: bool,
     fixed: Mapping[int, float] | None,
     start: MilpResult | None,
@@ -191,7 +193,7 @@ def _minimise_staged(
     """Minimises ``of``. ``staged``, for large programs: first with variants fixed, then over all variants from that start. The
     fixed variants are the first ones if the relaxation is no worse with them, else those with the largest share in the relaxation,
     else those of a solution within ROUGH_GAP."""
-    model, first = formulation.model, formulation.variant_columns(formulation.first_choices)
+    model, first, gap = formulation.model, formulation.variant_columns(formulation.first_choices), goal.gap
     if start is None and staged and first:
         relaxed = model.minimise(of, rows, whole=False)
         if relaxed is None:
@@ -203,4 +205,4 @@ def _minimise_staged(
         if start is None and (rough := model.minimise(of, rows, gap=ROUGH_GAP)) is not None:
             chosen = formulation.variant_columns(formulation.chosen_in(rough.values))
             start = model.minimise(of, rows, gap=gap, fixed=chosen, start=rough) or rough
-    return model.minimise(of, rows, gap=gap, fixed=fixed, start=start)
+    return model.minimise(of, rows, gap=gap, fixed=fixed, start=start, nodes=goal.nodes)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator
 
 from graphrun.model.allocator import Caching
-from graphrun.model.phase_trace import CALL, CallTrace, Item
+from graphrun.model.phase_trace import CALL, CallTrace, Item, repeats_in
 from graphrun.model.plan import Blocks, Evict, Load, Plan, Restore, Slot, Spill, Stream
 from graphrun.model.problem import Problem
 from graphrun.model.splits import crossings
@@ -163,6 +163,15 @@ class _Replay:
             self._peak_bytes = max(self._peak_bytes, known)
             return
         peak_bytes, self._peak_bytes = self._peak_bytes, 0
+        if call.kept:
+            self._kept_events(number, call)
+        else:
+            self._released_events(call.events)
+        if self._allocator.state == before:
+            self._peaks[id(call), before] = self._peak_bytes
+        self._peak_bytes = max(self._peak_bytes, peak_bytes)
+
+    def _kept_events(self, number: int, call: CallTrace) -> None:
         own = {key: kept for (of, key), kept in self._kept.items() if of == number}
         already = frozenset(own)
         for key, nbytes in call.events:
@@ -173,9 +182,36 @@ class _Replay:
             elif key not in call.kept:
                 self._release(own.pop(key))
         self._kept |= {(number, key): kept for key, kept in own.items()}
-        if self._allocator.state == before:
-            self._peaks[id(call), before] = self._peak_bytes
-        self._peak_bytes = max(self._peak_bytes, peak_bytes)
+
+    def _released_events(self, events: tuple[Item, ...]) -> None:
+        """Events of a call that keeps nothing. Of what repeats, only as much is replayed as it takes until the allocator and the
+        tensors in it are again as before an earlier repetition: the others do the same."""
+        numbers, repeats = repeats_in(events)
+        live = dict[int, int]()  # number of the event that allocated -> the allocator's key
+
+        def replay(begin: int, end: int) -> None:
+            for number in range(begin, end):
+                if nbytes := events[number][1]:
+                    live[number] = self._allocate(nbytes)
+                else:
+                    self._release(live.pop(numbers[number]))
+
+        done = 0
+        for repeat in repeats:
+            replay(done, repeat.begin)
+            done = repeat.begin
+            seen = dict[Hashable, int]()
+            while done < repeat.end:
+                begun = done - repeat.begin
+                places = {(of >= repeat.begin, of - begun * (of >= repeat.begin), self._allocator.place(live[of])) for of in live}
+                since = done - seen.setdefault((self._allocator.state, frozenset(places)), done)
+                if since and (skipped := (repeat.end - done) // since * since):
+                    live = {of + skipped * (of >= repeat.begin): key for of, key in live.items()}
+                    done += skipped
+                else:
+                    replay(done, done + repeat.period)
+                    done += repeat.period
+        replay(done, len(events))
 
     def _allocate(self, nbytes: int) -> int:
         self._last_key += 1

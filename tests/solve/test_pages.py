@@ -10,7 +10,7 @@ import pytest
 
 from graphrun.model.allocator import Caching
 from graphrun.model.choices import apply_choices
-from graphrun.model.phase_trace import CALL, CallTrace, PhaseTrace
+from graphrun.model.phase_trace import CALL, CallTrace, PhaseTrace, Repeat, repeats_in
 from graphrun.model.problem import Problem
 from graphrun.profile.dry_run import probe
 from graphrun.profile.hardware import hardware
@@ -131,6 +131,18 @@ def test_equal_calls_are_replayed_once_and_count_the_same(make_problem: Any) -> 
         assert reserved_bytes(solution.chosen, solution.plan) == known
     finally:
         pages.Caching = before  # type: ignore[misc]
+
+
+def test_what_repeats_within_a_call() -> None:
+    """Four blocks: each allocates its output and a scratch tensor, releases the scratch, then the output of the block before."""
+    events = [(1, 4096)]
+    for block in range(4):
+        new, old, scratch = 10 + block, 9 + block if block else 1, 100 + block
+        events += [(new, 4096), (scratch, 512), (scratch, 0), *((-key, 512 * key) for key in (5, 6)), (-6, 0), (-5, 0), (old, 0)]
+    numbers, repeats = repeats_in((*events, (13, 0)))
+    assert repeats == (Repeat(9, 8, 3),)  # the first one releases what was there before
+    assert numbers[:9] == (0, 1, 2, 2, 4, 5, 5, 4, 0)
+    assert numbers[-1] == 25
 
 
 @pytest.mark.sweep("pages")
