@@ -36,7 +36,7 @@ def test_the_listed_figures_are_those_of_the_tables(table: Any, name: str) -> No
     assert json.loads((ROOT / "graphs" / "figures.json").read_text())[name] == table.figures(name, row)
 
 
-@pytest.mark.sweep("graphs")
+@pytest.mark.sweep("graphs", of_all=18)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_the_documented_times_and_peaks_are_predicted(table: Any, name: str) -> None:
     assert table.plan_line(name) in ROWS

@@ -100,8 +100,7 @@ def _with_budget(problem: Problem, nbytes: int) -> Problem:
 
 
 def _within_pages(problem: Problem) -> Solution | None:
-    """The best plan found that keeps to the budget in pages. A plan that is as fast as the one before, which had more memory, is not
-    refined further."""
+    """The best plan found that keeps to the budget in pages. One as fast as the one before, of more memory, is not refined."""
     reserve = dict[tuple[str, str], int]()
     bound: float | None = None
     enough = 0.0

@@ -57,7 +57,7 @@ def test_what_a_frontier_carries_over_is_the_plan_for_the_larger_budget_from_the
     assert found.simulation.total_seconds == fast.seconds
 
 
-@pytest.mark.sweep("frontier")
+@pytest.mark.sweep("frontier", of_all=4)
 @pytest.mark.parametrize(
     "name", sorted(path.stem for path in GRAPHS.glob("*.yaml") if "-tiny" not in path.stem and path.stem != "pyramid-flow")
 )

@@ -188,7 +188,7 @@ CARDS = ("rtx4090", "h200")
 REFERENCE = sorted(path.stem for path in GRAPHS.glob("*.yaml") if "-tiny" not in path.stem and path.stem != "pyramid-flow")
 
 
-@pytest.mark.sweep("pages")
+@pytest.mark.sweep("pages", of_all=6)
 @pytest.mark.parametrize("name", REFERENCE)
 def test_reference_graphs_keep_to_usual_budgets_in_pages(name: str, make_problem: Any) -> None:
     """The smallest budget has a plan, a byte less none, on `sim` too, where memory is counted in bytes of tensors. Pages cost 0.3 %

@@ -2,6 +2,7 @@
 how they ended, with what they noted by pytest's ``record_property("figures", ...)``.
 
 ``pytest.mark.sweep("NAME")`` marks a long test of part NAME; without a name the part is called after the file (``test_NAME.py``).
+``pytest.mark.sweep("NAME", of_all=6)``: where all parts run, six of its cases, every day others; the part alone runs all of them.
 """
 
 from __future__ import annotations
@@ -56,12 +57,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             f"there is no part {asked}; there are: {', '.join(sorted({part for part in parts.values() if part}))}"
         )
     kept = [item for item, part in parts.items() if (part is not None) == sweeping and asked in (None, part)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
     if config.getoption("--minutes"):
         random.Random(SEED).shuffle(kept)
+    elif asked is None:
+        kept = of_the_day(kept, config.getoption("--started"))
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
     items[:] = kept
     for item in items:
         item.user_properties.append(("part", parts[item]))
+
+
+def of_the_day(items: list[pytest.Item], started: float) -> list[pytest.Item]:
+    """``items`` without those cases of a test marked ``of_all`` that are for another day."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if (mark := item.get_closest_marker("sweep")) and "of_all" in mark.kwargs:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    day = int(started // 86_400)
+    left = set[pytest.Item]()
+    for of in cases.values():
+        count = of[0].get_closest_marker("sweep").kwargs["of_all"]  # type: ignore[union-attr]
+        random.Random(SEED).shuffle(of)
+        first = day * count % len(of)
+        left |= set(of) - set((of + of)[first : first + count])
+    return [item for item in items if item not in left]
 
 
 @pytest.hookimpl(tryfirst=True)
