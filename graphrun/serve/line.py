@@ -47,10 +47,10 @@ class Cost:
         begin = sum(of[0] + (runs - 1) * of[1] for of in before)
         return [begin + first + number * again for number in range(runs)]
 
-    def own(self, runs: int, later: bool) -> float:
+    def own(self, runs: int, warm: bool, later: bool) -> float:
         """Seconds of ``runs`` of the runs that go together, without those of others. ``later``: others came before them."""
         if self.stream is not None:
-            return runs * self.again_seconds
+            return self.once(warm or later) + (runs - 1) * self.again_seconds
         return sum(of[later] + (runs - 1) * of[1] for of in self.segments)
 
 
@@ -90,7 +90,7 @@ class Line:
             taken = _taken(entries[done : done + MOST_TOGETHER], warm)
             ends = _ends(taken, warm)
             for number, (entry, end) in enumerate(zip(taken, ends, strict=True)):
-                own = taken[0].cost.own(entry.runs, later=number > 0)
+                own = taken[0].cost.own(entry.runs, is_warm(entry, warm), later=number > 0)
                 yield begin + (end - own if len(taken) > 1 else 0.0), begin + end
             begin, warm, done = begin + ends[-1], _after(taken, warm), done + len(taken)
 
