@@ -7,7 +7,6 @@ from which another worker resumes it.
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from graphrun import api
 from graphrun.errors import BrokenPlan, DeviceLost, GraphrunError, OutOfMemory, TransferFailed
 from graphrun.serve.child import leave_signals
+from graphrun.serve.log import note
 from graphrun.serve.settings import Settings
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Worker:
             self._ended(group, [id])
 
     def _fail(self, id: str, status: int, error: BaseException) -> None:
-        print(f"graphrun: request {id}: {error}", file=sys.stderr)  # noqa: T201 (the server's log)
+        note(f"request {id}: {error}")
         shown = str(error) if isinstance(error, GraphrunError) else "the run failed; the server's log has the reason"
         self._tell("failed", id=id, status=status, message=shown)
 
@@ -146,7 +146,7 @@ class Worker:
         try:
             self._run_together([Asked(**of) for of in runs], group, self._graphs[graph], segments, budgets, beside)
         except GraphrunError as error:  # each runs by itself then, and is told its own reason
-            print(f"graphrun: {len(runs)} runs together: {error}", file=sys.stderr)  # noqa: T201 (the server's log)
+            note(f"{len(runs)} runs together: {error}")
         except BaseException:  # noqa: BLE001 (the next request must run)
             traceback.print_exc()
         finally:
