@@ -39,8 +39,12 @@ def work_forever(connection: Connection, settings: Settings, kind: type[Worker] 
 
     ``cancel`` (id) may come in between.
     """
-    with ThreadPoolExecutor(1) as runner, contextlib.ExitStack() as at_the_end:
-        worker = runner.submit(kind or Worker, settings, lambda kind, **content: connection.send((kind, content))).result()
+    with contextlib.ExitStack() as at_the_end, ThreadPoolExecutor(1) as runner:
+        try:
+            worker = runner.submit(kind or Worker, settings, lambda kind, **content: connection.send((kind, content))).result()
+        except GraphrunError as error:  # the server starts another process after a while
+            note(str(error))
+            return
         at_the_end.callback(worker.close)
         leave_signals()
         connection.send(("ready", {}))
