@@ -24,7 +24,7 @@ REQUESTS = int(os.environ["REQUESTS"])
 MIXED, SEED = int(os.environ["MIXED"]), int(os.environ.get("SEED", "0"))
 NUMBERS = itertools.count()
 SHAPES: tuple[dict[str, Any], ...] = ({"size": "32x32"}, {"size": "32x32"}, {"size": "64x32"}, {"size": "32x32", "steps": 5})
-CHEAP: dict[str, Any] = {"size": "32x32", "steps": 1}
+CHEAP = SHAPES[0]
 
 
 class Client(HttpUser):
