@@ -57,6 +57,10 @@ class TransferFailed(BrokenPlan):
     """A copy between host and device failed."""
 
 
+class DeviceLost(BrokenPlan):
+    """The process of a cluster's device ended again and again under a run."""
+
+
 class Interrupted(GraphrunError):
     """A run was interrupted. The message says what is kept, and how to go on."""
 

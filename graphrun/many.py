@@ -84,7 +84,7 @@ def run_many(
             devices = cluster if isinstance(cluster, Cluster) else read_cluster(Path(cluster), cache)
             hardware = None
             elsewhere = stack.enter_context(OnCluster(devices, objective, cache, budgets))
-            device_name = ", ".join(sorted({of.hardware.label for of in devices.devices}))
+            device_name = devices.label
         else:
             hardware = chosen(budgets.pop("hardware", None), cache)
             device_name = hardware.label

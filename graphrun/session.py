@@ -99,6 +99,7 @@ class Session:
         self._runs: Runs | None = None
         self._current: PlannedGraph | None = None
         self._recomputed_seconds = 0.0  # by runs that computed cached outputs again, since the last change of plan
+        self.unplanned_seconds = 0.0  # of the device's clock, before runs: weights without a source are created, which no plan has
         self._state = threading.Lock()  # guards _waiting and _closed
         self._waiting: deque[Mapping[str, Any]] = deque()
         self._closed, self._process = False, os.getpid()
@@ -262,10 +263,19 @@ class Session:
         if self._current is not planned or self._host is None or self._runs is None:
             kept = self._host if self._host is not None and self._host.fits(applied) else None
             self._release(kept)
+            begin = self._idle_at()
             self._host = kept or Host.of_graph(planned.graph, applied, self.device, self._modules)
+            self.unplanned_seconds += self._idle_at() - begin
             self._runs = Runs(planned.solution, self._host, self.device)
             self._current, self._recomputed_seconds = planned, 0.0
         return self._host, self._runs
+
+    def _idle_at(self) -> float:
+        """Seconds of the device's clock when all work is done."""
+        self.device.barrier()
+        mark = self.device.mark("compute")
+        self.device.barrier()
+        return self.device.seconds_at(mark)
 
     def _release(self, kept: Host | None = None) -> None:
         """Frees the device and the host side, except ``kept``."""

@@ -48,5 +48,8 @@ class Watcher:
     def waits(self) -> None:
         """Called at least every second while devices of a cluster work; may raise KeyboardInterrupt."""
 
+    def begins_on(self, device: str, stages: Sequence[str], request: Request) -> None:
+        """A ``device`` of a cluster is about to run ``stages`` for ``request``. May raise LeftOut."""
+
     def ran_on(self, device: str, stages: Sequence[str], request: Request, share: float) -> None:
         """A ``device`` of a cluster ran ``stages`` for ``request``. ``share``: of the batch that is done."""

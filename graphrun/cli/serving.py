@@ -14,8 +14,10 @@ import typer
 import graphrun
 from graphrun.cli.common import app, budgeted, cache_folder, checked_reuse, hardware_for, load, say
 from graphrun.cli.options import Asked, Reuse, shared
+from graphrun.cli.placing import ClusterFile, cluster_of
 from graphrun.errors import InputError
 from graphrun.limits import LIMITS
+from graphrun.model.problem import Hardware
 from graphrun.units import parse_seconds, parse_size
 
 SHARED = (
@@ -54,6 +56,7 @@ def serve(
     max_steps: Annotated[int, typer.Option(min=1)] = 100,
     max_n: Annotated[int, typer.Option(help="Pictures of a request.", min=1)] = 4,
     reuse: Reuse = "encoded",
+    cluster: ClusterFile = None,
 ) -> None:
     """Serve graphs that make pictures over HTTP: OpenAI's images API, jobs, metrics, and a page (docs/serving.md)."""
     if missing := [name for name in ("fastapi", "uvicorn", "prometheus_client", "python_multipart") if find_spec(name) is None]:
@@ -77,15 +80,22 @@ def serve(
     with tempfile.TemporaryDirectory(prefix="graphrun-serve-") as name:
         folder = Path(name)
         cache = cache_folder(asked.no_cache) or folder / "cache"
-        several = per_device(asked.vram, asked.hardware, asked.device)
-        hardware = tuple(hardware_for(of.hardware, of.device, True, cache) for of in several)
-        asked = replace(budgeted(asked, hardware[0]), ram=str(ram_budget(asked.ram)))
-        budgets = {name: value for name, value in asked.estimate_arguments.items() if name not in ("runs", "until")}
+        if cluster is not None:
+            devices, hardware = cluster_of(cluster, asked), tuple[Hardware, ...]()
+            if find_spec("ray") is None:
+                raise InputError("--cluster runs on Ray, which is not installed: pip install 'graphrun[cluster]'")
+            budgets = {name: asked.estimate_arguments[name] for name in ("allow", "keep", "exclude", "pin", "reserve")}
+        else:
+            several, devices = per_device(asked.vram, asked.hardware, asked.device), None
+            hardware = tuple(hardware_for(of.hardware, of.device, True, cache) for of in several)
+            asked = replace(budgeted(asked, hardware[0]), ram=str(ram_budget(asked.ram)))
+            budgets = {name: value for name, value in asked.estimate_arguments.items() if name not in ("runs", "until")}
+            budgets |= {"vram": asked.vram}
         bounds = Bounds(parse_size(max_body), parse_size(max_upload), max_prompt, max_pixels, max_steps, max_n)
         settings = Settings(
             graphs=tuple(graphs),
             trust=tuple(asked.trust_package or ()),
-            budgets={**budgets, "vram": asked.vram},
+            budgets=budgets,
             hardware=hardware,
             cache=cache,
             reuse=checked_reuse(reuse),
@@ -96,6 +106,7 @@ def serve(
             keys=owners,
             queue_seconds=parse_seconds(queue),
             drain_seconds=parse_seconds(drain),
+            cluster=devices,
         )
         run(settings, host, port, say)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,8 +25,9 @@ from graphrun.cluster.machines import Cluster, Device
 from graphrun.cluster.place import place
 from graphrun.cluster.placement import Objective, Placement
 from graphrun.cluster.worker import LostValue, Report, Worker
-from graphrun.errors import BrokenPlan, InputError
+from graphrun.errors import DeviceLost, InputError
 from graphrun.graph.graph import Graph
+from graphrun.graph.settings import settings_of
 
 RETRIES = 8  # of a run whose actor died
 READY_SECONDS = 60  # that the actors' places may take to be there
@@ -93,6 +95,13 @@ class _Actor:
             self._worker = Worker(ray.get(segment[0]), self._device)
         return self._worker.run(inputs, [functools.partial(_value, reference) for reference in values])
 
+    def release(self) -> None:
+        """Frees the device and the host memory: the next run may be of another segment."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+            gc.collect()
+
 
 def _value(reference: Any) -> bytes:
     import ray
@@ -111,15 +120,27 @@ class Actors(contextlib.ExitStack):
 
     def __init__(self, ray: Any, segments: Sequence[Segment], placement: Placement) -> None:
         super().__init__()
-        self._ray, group, devices = ray, ray.util.placement_group, [of.device for of in placement.assignments]
-        nodes = _nodes(ray, placement.cluster)
+        self._ray, self._every = ray, dict[str, Any]()
+        self.turn_to(segments, placement)
+
+    def turn_to(self, segments: Sequence[Segment], placement: Placement) -> None:
+        """From now on runs are of ``placement``, on the same cluster. All actors leave devices and memory empty first."""
+        self._ray.get([actor.release.remote() for actor in self._every.values()])
+        devices = [of.device for of in placement.assignments]
+        if missing := [device for device in devices if device.name not in self._every]:
+            self._start(missing, placement.cluster)
+        self._actors = [self._every[device.name] for device in devices]
+        self._segments = [self._ray.put(segment) for segment in segments]
+
+    def _start(self, devices: Sequence[Device], cluster: Cluster) -> None:
+        """Starts the actors of ``devices``."""
+        ray, nodes = self._ray, _nodes(self._ray, cluster)
         bundles = [_bundle(device, nodes) for device in devices]
-        places = group(bundles, strategy="PACK")
+        places = ray.util.placement_group(bundles, strategy="PACK")
         self.callback(ray.util.remove_placement_group, places)
         if not places.wait(READY_SECONDS):
             self.close()
             raise InputError(f"Ray has no room for {', '.join(of.name for of in devices)}: it has {ray.available_resources()}")
-        self._actors, self._segments = [], [ray.put(segment) for segment in segments]
         for number, device in enumerate(devices):
             actor = ray.remote(_Actor).options(
                 num_cpus=CPUS,
@@ -129,8 +150,8 @@ class Actors(contextlib.ExitStack):
                 runtime_env={"env_vars": _visible(device)},
                 scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(places, number),
             )
-            self._actors.append(actor.remote(device, torch.get_num_threads()))
-            self.callback(ray.kill, self._actors[-1])
+            self._every[device.name] = actor.remote(device, torch.get_num_threads())
+            self.callback(ray.kill, self._every[device.name])
 
     def begin(self, worker: int, inputs: Mapping[str, Any], values: Sequence[Any]) -> _Ticket:
         """Begins a run of actor number ``worker``, after those begun before."""
@@ -144,12 +165,12 @@ class Actors(contextlib.ExitStack):
         return [of for of in tickets if of.report in ready] if len(ready) >= wanted else []
 
     def report(self, ticket: _Ticket) -> Report:
-        """Of a run that is done. Raises BrokenPlan where its actor died each time."""
+        """Of a run that is done. Raises DeviceLost where its actor died each time."""
         try:
             found: Report = self._ray.get(ticket.report)
             return found
         except self._ray.exceptions.RayActorError as error:
-            raise BrokenPlan(f"its process died {RETRIES + 1} times: {error}") from None
+            raise DeviceLost(f"its process died {RETRIES + 1} times: {error}") from None
 
     def made(self, ticket: _Ticket) -> Any:
         """The reference to what the run makes."""
@@ -198,20 +219,49 @@ def _nodes(ray: Any, cluster: Cluster) -> dict[str, str]:
 class OnCluster(contextlib.ExitStack):
     """Runs requests of equal settings on ``cluster`` (`graphrun.batch.queue.BatchContext.elsewhere`). A context manager.
 
-    ``objective``, ``cache`` and ``budgets`` are as for `graphrun.cluster.place.place`. Raises InputError without Ray.
+    ``objective``, ``cache`` and ``budgets`` are as for `graphrun.cluster.place.place`. ``items``: to plan for, in place of the
+    number of requests. ``placement``: of the requests that were run last; their weights stay. Raises InputError without Ray.
     """
 
-    def __init__(self, cluster: Cluster, objective: Objective, cache: Path | None, budgets: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        objective: Objective,
+        cache: Path | None,
+        budgets: Mapping[str, Any],
+        items: int | None = None,
+    ) -> None:
         super().__init__()
         _imported()
-        self._cluster, self._ray = cluster, None
+        self._cluster, self._items, self._ray = cluster, items, None
         self._arguments = {**budgets, "objective": objective, "cache": cache, "gains": False}
+        self._placed: dict[Any, Placement] = {}
+        self._crew: Actors | None = None
+        self.placement: Placement | None = None
+
+    def join(self) -> Any:
+        """Ray, connected as `joined` does, once."""
+        if self._ray is None:
+            self._ray = self.enter_context(joined(self._cluster))
+        return self._ray
+
+    def place(self, graph: Graph, requests: Sequence[Request]) -> Placement:
+        """The placement for ``requests``, made once."""
+        inputs, items = requests[0].inputs, self._items or len(requests)
+        key = graph.name, graph.digest, settings_of(graph, inputs), items
+        if key not in self._placed:
+            self._placed[key] = place(graph, self._cluster, **{**self._arguments, "inputs": inputs, "items": items}).placement
+        return self._placed[key]
 
     def __call__(self, graph: Graph, requests: Sequence[Request], context: BatchContext, batch: Batch) -> None:
         """Places the stages, starts the actors and runs ``requests``."""
-        of = {**self._arguments, "inputs": requests[0].inputs, "items": len(requests)}
-        placement = place(graph, self._cluster, **of).placement
-        if self._ray is None:
-            self._ray = self.enter_context(joined(self._cluster))
-        with Actors(self._ray, segments_of(graph, placement), placement) as crew:
-            Flow(graph, requests, context, batch, placement, crew).run()
+        placement = self.place(graph, requests)
+        if placement is not self.placement:
+            segments = segments_of(graph, placement)
+            if self._crew is None:
+                self._crew = self.enter_context(Actors(self.join(), segments, placement))
+            else:
+                self._crew.turn_to(segments, placement)
+            self.placement = placement
+        assert self._crew is not None
+        Flow(graph, requests, context, batch, placement, self._crew).run()

@@ -29,6 +29,7 @@ from graphrun.batch.cache.keys import choices_of
 from graphrun.batch.queue import Batch, BatchContext, Unfinished, Works
 from graphrun.batch.requests import Request
 from graphrun.batch.schedule import Schedule, Segment
+from graphrun.batch.watch import LeftOut
 from graphrun.cluster.machines import Link
 from graphrun.cluster.placement import WAITING, Assignment, Placement, bytes_before
 from graphrun.cluster.worker import LostValue, Report
@@ -169,7 +170,12 @@ class Flow(Works):
             able = [item for item in post.inbox if post.outbox < WAITING or self._is_awaited(item)]
             if able and not post.busy:
                 post.inbox.remove(able[0])
-                self._start(post, able[0])
+                try:
+                    self._start(post, able[0])
+                except LeftOut as error:
+                    made = able[0].made[post.assignment.stages[0]]
+                    self._drop(able[0], error)
+                    self._back(made.followers, [made])
                 moved = True
         return moved
 
@@ -270,6 +276,7 @@ class Flow(Works):
             self.shared[key] = made
 
     def _start(self, post: _Post, item: _Item) -> None:
+        self.context.watcher.begins_on(post.assignment.device.name, post.assignment.stages, item.work.request)
         ticket = self.crew.begin(post.number, item.work.request.inputs, [self._handle(item, of) for of in self._read(item, post)])
         post.busy = True
         self.running[ticket] = post, item, item.made[post.assignment.stages[0]], self.clock

@@ -133,6 +133,11 @@ class Cluster:
         """The devices of all hosts, in order."""
         return tuple(device for host in self.hosts for device in host.devices)
 
+    @property
+    def label(self) -> str:
+        """Kinds of its devices, as keys of cached outputs have them."""
+        return ", ".join(sorted({of.hardware.label for of in self.devices}))
+
     def link(self, one: str, other: str) -> Link | None:
         """The link between two hosts; of a host with itself one that takes no time. None: they exchange nothing."""
         if one == other:

@@ -68,10 +68,15 @@ class Child:
             self._died()
 
 
-def _begin(main: Main, connection: Connection, settings: Settings) -> None:
-    escape_log()
+def leave_signals() -> None:
+    """Leaves the signals that end a server to its own process. Call it again after libraries that take them."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+
+
+def _begin(main: Main, connection: Connection, settings: Settings) -> None:
+    escape_log()
+    leave_signals()
     raise_limits(**settings.limits)
     with contextlib.suppress(EOFError, BrokenPipeError):  # the server has ended
         main(connection, settings)

@@ -26,18 +26,32 @@ MOST_TOGETHER = 16  # runs
 class Cost:
     """Predicted seconds of a run: the first one by its plan, and one right after another by the same plan. ``segments``: the same
     of each part of a run, where runs may go together (`graphrun.batch.schedule`); such runs find and leave an empty device.
-    ``stages``: of each segment."""
+    ``stages``: of each segment. ``stream``: of runs that go through the devices of a cluster, when each has ended, in seconds from
+    their begin: with nothing loaded, and with weights that are there; they stay there."""
 
     first_seconds: float
     again_seconds: float
     segments: tuple[tuple[float, float], ...] = ()
     stages: tuple[tuple[str, ...], ...] = ()
+    stream: tuple[tuple[float, ...], tuple[float, ...]] | None = None
 
-    def together(self, runs: int) -> list[float]:
+    def once(self, warm: bool) -> float:
+        """Seconds of a run by itself. ``warm``: its weights are there."""
+        return self.again_seconds if warm else self.first_seconds
+
+    def together(self, runs: int, warm: bool = False) -> list[float]:
         """When each of ``runs`` runs that go together has ended, in seconds from their begin."""
+        if self.stream is not None:
+            return list(self.stream[warm][:runs])
         *before, (first, again) = self.segments
         begin = sum(of[0] + (runs - 1) * of[1] for of in before)
         return [begin + first + number * again for number in range(runs)]
+
+    def own(self, runs: int, warm: bool, later: bool) -> float:
+        """Seconds of ``runs`` of the runs that go together, without those of others. ``later``: others came before them."""
+        if self.stream is not None:
+            return self.once(warm or later) + (runs - 1) * self.again_seconds
+        return sum(of[later] + (runs - 1) * of[1] for of in self.segments)
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +90,7 @@ class Line:
             taken = _taken(entries[done : done + MOST_TOGETHER], warm)
             ends = _ends(taken, warm)
             for number, (entry, end) in enumerate(zip(taken, ends, strict=True)):
-                own = sum(of[number > 0] + (entry.runs - 1) * of[1] for of in taken[0].cost.segments)
+                own = taken[0].cost.own(entry.runs, is_warm(entry, warm), later=number > 0)
                 yield begin + (end - own if len(taken) > 1 else 0.0), begin + end
             begin, warm, done = begin + ends[-1], _after(taken, warm), done + len(taken)
 
@@ -107,7 +121,7 @@ class Line:
         if alike:
             last = self.entries[alike[-1]]
             batch = [number for number, each in enumerate(self.entries) if each.batch is last.batch]
-            planned = entry.cost.segments and last.cost.segments  # else nobody knows whom it would delay
+            planned = all(of.segments or of.stream for of in (entry.cost, last.cost))  # else nobody knows whom it would delay
             if planned and last.batch is not None and sum(self.entries[of].runs for of in batch) + entry.runs <= MOST_TOGETHER:
                 yield batch[-1] + 1, last.batch, batch[0]
         behind = alike[-1] + 1 if alike else 0 if self.warm.get(entry.group) == entry.shape else end
@@ -135,12 +149,16 @@ def _in_time(entry: Entry, times: tuple[float, float], now: float) -> bool:
 def go_together(entries: Sequence[Entry], warm: Mapping[Hashable, Hashable]) -> bool:
     """Whether the runs of ``entries``, of one batch, take less together, the next one's weights included."""
     first, runs = entries[0], sum(entry.runs for entry in entries)
-    cost = first.cost
-    if first.batch is None or not cost.segments or runs == 1:
+    cost, there = first.cost, is_warm(first, warm)
+    if first.batch is None or not (cost.segments or cost.stream) or runs == 1:
         return False
-    alone = cost.again_seconds if warm.get(first.group) == first.shape else cost.first_seconds
-    leaves = cost.first_seconds - cost.again_seconds
-    return cost.together(runs)[-1] + leaves < alone + (runs - 1) * cost.again_seconds
+    leaves = 0.0 if cost.stream else cost.first_seconds - cost.again_seconds
+    return cost.together(runs, there)[-1] + leaves < cost.once(there) + (runs - 1) * cost.again_seconds
+
+
+def is_warm(entry: Entry, warm: Mapping[Hashable, Hashable]) -> bool:
+    """Whether the weights of ``entry`` are on the device."""
+    return warm.get(entry.group) == entry.shape
 
 
 def _taken(entries: Sequence[Entry], warm: Mapping[Hashable, Hashable]) -> list[Entry]:
@@ -152,11 +170,10 @@ def _taken(entries: Sequence[Entry], warm: Mapping[Hashable, Hashable]) -> list[
 
 def _ends(entries: Sequence[Entry], warm: Mapping[Hashable, Hashable]) -> list[float]:
     """When each of ``entries``, taken at once, has ended, in seconds from their begin."""
-    cost, ends, runs = entries[0].cost, [], 0
+    cost, ends, runs, there = entries[0].cost, list[float](), 0, is_warm(entries[0], warm)
     if not go_together(entries, warm):
-        once = cost.again_seconds if warm.get(entries[0].group) == entries[0].shape else cost.first_seconds
-        return [once + (entries[0].runs - 1) * cost.again_seconds]
-    each = cost.together(sum(entry.runs for entry in entries))
+        return [cost.once(there) + (entries[0].runs - 1) * cost.again_seconds]
+    each = cost.together(sum(entry.runs for entry in entries), there)
     for entry in entries:
         runs += entry.runs
         ends.append(each[runs - 1])
@@ -167,4 +184,5 @@ def _after(entries: Sequence[Entry], warm: Mapping[Hashable, Hashable]) -> dict[
     """What is warm after ``entries``, taken at once."""
     entry = entries[0]
     found = {group: shape for group, shape in warm.items() if group in entry.beside and group != entry.group}
-    return found if go_together(entries, warm) else {**found, entry.group: entry.shape}
+    leaves = entry.cost.stream is None and go_together(entries, warm)
+    return found if leaves else {**found, entry.group: entry.shape}

@@ -22,6 +22,12 @@ def escape_log() -> None:
     sys.stdout, sys.stderr = _Escaped(sys.stdout), _Escaped(sys.stderr)
 
 
+def note(line: str) -> None:
+    """Writes an entry of the log."""
+    sys.stderr.write(f"graphrun: {line}\n")
+    sys.stderr.flush()
+
+
 class _Escaped(io.TextIOBase):
     """A text stream that writes to ``stream``. It is no terminal: nobody draws bars or colours into a log."""
 

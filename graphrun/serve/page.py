@@ -36,7 +36,7 @@ def page(models: list[dict[str, Any]], settings: Settings) -> str:
 <label>Seed <input name="seed" type="number" min="0" placeholder="drawn"></label>
 <label>Steps <input name="steps" type="number" min="1" max="{bounds.steps}" placeholder="default"></label>
 {key}
-<span><button>Make a picture</button> <button type="button" id="stop" disabled>Cancel</button></span>
+<span class="wide"><button>Make a picture</button> <button type="button" id="stop" disabled>Cancel</button></span>
 </form>
 <p id="state" role="status"></p><progress id="bar" max="1" value="0" hidden></progress>
 <figure><img id="picture" alt="" hidden></figure>

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphrun import api
 from graphrun.errors import GraphrunError, InputError
@@ -18,6 +18,10 @@ from graphrun.model.solution import Solution
 from graphrun.serve.line import MOST_TOGETHER, Cost
 from graphrun.serve.settings import Settings
 from graphrun.serve.shares import WHOLE
+from graphrun.units import show_seconds
+
+if TYPE_CHECKING:
+    from graphrun.cluster.machines import Cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +58,8 @@ def plan_forever(connection: Connection, settings: Settings) -> None:
             connection.send(("unfit", {"key": key, **_refusal(graph, asked, settings, error)}))
         except Exception:  # noqa: BLE001 (one size that cannot be planned must not end the others)
             traceback.print_exc()
-            failure = {"status": 500, "message": f"planning {graph.name} failed; the server's log has the reason", "more": {}}
-            connection.send(("unfit", {"key": key, **failure}))
+            message = f"planning {graph.name} failed; the server's log has the reason"
+            connection.send(("unfit", {"key": key, "status": 500, "code": "plan_failed", "message": message, "more": {}}))
 
 
 def _estimate(graph: Any, inputs: Any, settings: Settings, **changed: Any) -> Any:
@@ -66,6 +70,8 @@ def _estimate(graph: Any, inputs: Any, settings: Settings, **changed: Any) -> An
 def _planned(graph: Any, asked: dict[str, Any], settings: Settings) -> PlannedShape:
     from graphrun.report.verdicts import fits, made_by
 
+    if settings.cluster is not None:
+        return _placed(graph, asked, settings, settings.cluster)
     problem = _estimate(graph, asked["inputs"], settings)
     if problem.helpers and asked["share"] != WHOLE:
         raise InputError("graphs have several devices in turn, not in shares")
@@ -78,6 +84,27 @@ def _planned(graph: Any, asked: dict[str, Any], settings: Settings) -> PlannedSh
     overhead_bytes = problem.overhead_bytes - problem.reserve_bytes
     verdict = fits(solution, made_by(graph.kinds(), dict(problem.settings)))
     return PlannedShape(cost, overhead_bytes + simulation.peak_bytes, verdict, budgets)
+
+
+def _placed(graph: Any, asked: dict[str, Any], settings: Settings, cluster: Cluster) -> PlannedShape:
+    """On a cluster runs that go together are a stream: the devices work at once. A device loads when its first value arrives."""
+    from graphrun.cluster.place import place
+    from graphrun.cluster.stream import finish_seconds
+
+    if asked["share"] != WHOLE:
+        raise InputError("graphs have the devices of a cluster in turn, not in shares")
+    budgets = {**settings.budgets, "inputs": asked["inputs"], "cache": settings.cache}
+    placement = place(graph, cluster, items=api.RUNS, gains=False, **budgets).placement
+    assignments = tuple(replace(of, column=replace(of.column, ahead_seconds=0.0)) for of in placement.assignments)
+    most = max(MOST_TOGETHER, settings.bounds.pictures)
+    cold, warm = (tuple(finish_seconds(replace(placement, assignments=assignments), most, warm=warm)) for warm in (False, True))
+    verdict = (
+        f"fits: {placement.items_per_second:.3g} a second, one by itself takes {show_seconds(warm[0])}, "
+        f"on {len(assignments)} of {len(cluster.devices)} devices"
+    )
+    solutions = [of.column.solution for of in assignments if of.column.solution is not None]
+    peak_bytes = max(of.problem.overhead_bytes - of.problem.reserve_bytes + of.simulation.peak_bytes for of in solutions)
+    return PlannedShape(Cost(cold[0], warm[0], stream=(cold, warm)), peak_bytes, verdict, {}, looked=True)
 
 
 class _Interrupted(Exception):
@@ -141,8 +168,9 @@ def _refusal(graph: Any, asked: dict[str, Any], settings: Settings, error: Graph
     from graphrun.solve.infeasible import Infeasible
     from graphrun.solve.remedies import remedies
 
+    code = "does_not_fit" if error.exit_code == Infeasible.exit_code else "invalid_value"
     if not isinstance(error, Infeasible) or asked["share"] != WHOLE:  # in a share nothing need fit: it is run with all
-        return {"status": 422, "message": str(error), "more": {}}
+        return {"status": 422, "code": code, "message": str(error), "more": {}}
 
     def estimate(inputs: Any, allow: tuple[str, ...]) -> Any:
         return _estimate(graph, inputs, settings, allow=allow)
@@ -152,4 +180,4 @@ def _refusal(graph: Any, asked: dict[str, Any], settings: Settings, error: Graph
     sizes = (dict(pair[1].split("=") for pair in repair.change if pair[0] == "--set") for repair in error.repairs)
     fitting = next((f"; size={of['width']}x{of['height']} would fit" for of in sizes if {"height", "width"} <= of.keys()), "")
     verdict = str(error).partition(". Do one of: ")[0]
-    return {"status": 422, "message": f"{graph.name}: {verdict}{fitting}", "more": infeasible_json(error)}
+    return {"status": 422, "code": code, "message": f"{graph.name}: {verdict}{fitting}", "more": infeasible_json(error)}

@@ -20,9 +20,10 @@ from graphrun.graph.graph import Graph
 from graphrun.graph.settings import settings_of
 from graphrun.serve.asked import Asked, Shape
 from graphrun.serve.child import Child
+from graphrun.serve.clustered import work_on_a_cluster
 from graphrun.serve.errors import Refused
 from graphrun.serve.jobs import Job
-from graphrun.serve.line import Entry, Line, go_together
+from graphrun.serve.line import Entry, Line, go_together, is_warm
 from graphrun.serve.metrics import Metrics
 from graphrun.serve.planner import PlannedShape, plan_forever
 from graphrun.serve.settings import Settings
@@ -46,6 +47,7 @@ class _Running:
     sent: float  # wall seconds
     at: float  # seconds of the device's clock
     lone: float  # predicted seconds of the run under way, or of all that go together
+    stream: bool  # whether these run at once
     count: int  # of the entries at first
     planned: float = 0.0
     begun: str = ""  # the request that the worker is at
@@ -192,8 +194,7 @@ class Service:
         if kind == "planned":
             future.set_result(content["shape"])
         else:
-            code = "does_not_fit" if content["more"] else "invalid_value"
-            future.set_exception(Refused(content["status"], content["message"], code, more=content["more"]))
+            future.set_exception(Refused(content["status"], content["message"], content["code"], more=content["more"]))
 
     def _planner_died(self) -> None:
         self._planner = self._looking = None
@@ -290,7 +291,8 @@ class Service:
     def _start_worker(self) -> None:
         if self._closed:
             return
-        self._worker = Child(work_forever, self.settings, self._hear_worker, self._worker_died)
+        main = work_forever if self.settings.cluster is None else work_on_a_cluster
+        self._worker = Child(main, self.settings, self._hear_worker, self._worker_died)
         self.metrics.worker.set(self._worker.process.pid or 0)
 
     def _next(self) -> None:
@@ -307,10 +309,10 @@ class Service:
             if job.begun_at is None:
                 job.begun_at, job.queued = self._clock, time.monotonic() - job.submitted - job.planned
         first = entries[0]
-        cost, runs = first.cost, sum(entry.runs for entry in entries)
-        once = cost.again_seconds if warm.get(first.group) == first.shape else cost.first_seconds
-        lone = cost.together(runs)[-1] if together else once
-        self._running = _Running(entries, together, time.monotonic(), self._clock, lone, len(entries))
+        cost, there = first.cost, is_warm(first, warm)
+        lone = cost.together(sum(entry.runs for entry in entries), there)[-1] if together else cost.once(there)
+        stream = together and cost.stream is not None
+        self._running = _Running(entries, together, time.monotonic(), self._clock, lone, stream, len(entries))
         self.metrics.running.set(len(entries))
         if together:
             self._send_together()
@@ -447,6 +449,8 @@ class Service:
     def _ended_together(self, running: _Running) -> None:
         """The worker is done with runs that went together. What is left of them runs next, each by itself."""
         if running.planned > 0 and not running.entries:
+            if running.stream:
+                running.planned = running.lone
             self._keep_pace(running)
         self._running = None
         self._put_back(running.entries, begun=False)

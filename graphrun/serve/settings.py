@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from graphrun.model.problem import Hardware
+
+if TYPE_CHECKING:
+    from graphrun.cluster.machines import Cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,7 @@ class Bounds:
 @dataclass(frozen=True, slots=True)
 class Settings:
     """``budgets``: arguments of `graphrun.estimate`, with ``ram`` in bytes. ``hardware``: of each device, the first is main.
+    ``cluster``: it has the devices and their budgets then; ``hardware`` is empty, and ``budgets`` has the others.
     ``folder``: for journals, uploads and pictures. ``limits``: those of `graphrun.limits` that the processes take over. ``keys``:
     hashes of API keys by name; empty: none is asked for. ``queue_seconds``: the longest predicted wait of a request that is
     admitted. ``drain_seconds``: of requests after SIGTERM.
@@ -44,3 +48,4 @@ class Settings:
     keys: Mapping[str, str] = field(default_factory=dict)
     queue_seconds: float = 300.0
     drain_seconds: float = 30.0
+    cluster: Cluster | None = None

@@ -6,18 +6,24 @@ from which another worker resumes it.
 
 from __future__ import annotations
 
-import sys
+import contextlib
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphrun import api
-from graphrun.errors import BrokenPlan, GraphrunError, OutOfMemory, TransferFailed
+from graphrun.errors import BrokenPlan, DeviceLost, GraphrunError, OutOfMemory, TransferFailed
+from graphrun.serve.child import leave_signals
+from graphrun.serve.log import note
 from graphrun.serve.settings import Settings
+
+if TYPE_CHECKING:
+    from graphrun.graph.graph import Graph
+    from graphrun.serve.together import Asked
 
 Group = tuple[str, float]
 """Name of a graph, and its share of the budgets (`graphrun.serve.shares`)."""
@@ -27,15 +33,21 @@ class Cancelled(GraphrunError):
     """The request was cancelled."""
 
 
-def work_forever(connection: Connection, settings: Settings) -> None:
-    """Until ``stop``: answers ``run`` (see `Worker.run`) with ``step`` and then ``done``, ``failed`` or ``cancelled``, and
-    ``run_together`` as `Worker.run_together` says.
+def work_forever(connection: Connection, settings: Settings, kind: type[Worker] | None = None) -> None:
+    """Until ``stop``: a worker of ``kind`` (None: `Worker`) answers ``run`` (see `Worker.run`) with ``step`` and then ``done``,
+    ``failed`` or ``cancelled``, and ``run_together`` as `Worker.run_together` says.
 
     ``cancel`` (id) may come in between.
     """
-    worker = Worker(settings, lambda kind, **content: connection.send((kind, content)))
-    connection.send(("ready", {}))
-    with ThreadPoolExecutor(1) as runner:
+    with contextlib.ExitStack() as at_the_end, ThreadPoolExecutor(1) as runner:
+        try:
+            worker = runner.submit(kind or Worker, settings, lambda kind, **content: connection.send((kind, content))).result()
+        except GraphrunError as error:  # the server starts another process after a while
+            note(str(error))
+            return
+        at_the_end.callback(worker.close)
+        leave_signals()
+        connection.send(("ready", {}))
         try:
             while (message := connection.recv())[0] != "stop":
                 kind, content = message
@@ -57,15 +69,23 @@ class Worker:
         self._held_bytes: dict[Group, int] = {}  # by each session on the device, between its runs
         self._began = time.monotonic()
         self.cancelled: set[str | None] = set()
+        self._open()
+
+    def _open(self) -> None:
         from graphrun.runtime.devices.open import open_devices
 
-        self._device = open_devices(settings.hardware)
+        self._device = open_devices(self._settings.hardware)
+
+    def close(self) -> None:
+        """Nothing: what the process has ends with it."""
 
     @property
     def clock_seconds(self) -> float:
-        """Seconds since the start, of virtual time on the simulated device."""
+        """Seconds since the start; on the simulated device virtual ones, without those that no plan has."""
         machine = getattr(self._device, "machine", None)
-        return float(machine.seconds()) if machine is not None else time.monotonic() - self._began
+        if machine is None:
+            return time.monotonic() - self._began
+        return float(machine.seconds() - sum(session.unplanned_seconds for session in self._sessions.values()))
 
     def run(self, id: str, group: Group, **asked: Any) -> None:
         """Runs a request (arguments of `_made`) in the session of ``group``, and sends how it ended."""
@@ -74,7 +94,7 @@ class Worker:
             self._tell("done", id=id, **made)
         except Cancelled:
             self._tell("cancelled", id=id)
-        except (OutOfMemory, TransferFailed) as error:
+        except (OutOfMemory, TransferFailed, DeviceLost) as error:
             self._fail(id, 503, error)
         except BrokenPlan as error:
             self._fail(id, 500, error)
@@ -84,11 +104,10 @@ class Worker:
             traceback.print_exc()
             self._fail(id, 500, error)
         finally:
-            self._held_bytes[group] = self._device.allocated_bytes - self._others_bytes(group)
-            self.cancelled.discard(id)
+            self._ended(group, [id])
 
     def _fail(self, id: str, status: int, error: BaseException) -> None:
-        print(f"graphrun: request {id}: {error}", file=sys.stderr)  # noqa: T201 (the server's log)
+        note(f"request {id}: {error}")
         shown = str(error) if isinstance(error, GraphrunError) else "the run failed; the server's log has the reason"
         self._tell("failed", id=id, status=status, message=shown)
 
@@ -126,32 +145,51 @@ class Worker:
         beside: Collection[Group],
     ) -> None:
         """Runs requests of one shape stage by stage (`graphrun.serve.together`), and sends ``together`` when that has ended."""
-        from graphrun.serve.together import Asked, run_together
+        from graphrun.serve.together import Asked
 
         try:
-            self._release(group, beside)
-            inputs = runs[0]["inputs"]
-            with self._session(group, inputs, budgets).lend(inputs) as host:
-                run_together(
-                    [Asked(**of) for of in runs],
-                    self._graphs[graph],
-                    segments,
-                    self._arguments(budgets),
-                    host,
-                    self._settings.reuse,
-                    self._tell,
-                    lambda id: not self.cancelled.isdisjoint((id, None)),
-                    self._settings.version,
-                    self._others_bytes(group),
-                )
+            self._run_together([Asked(**of) for of in runs], group, self._graphs[graph], segments, budgets, beside)
         except GraphrunError as error:  # each runs by itself then, and is told its own reason
-            print(f"graphrun: {len(runs)} runs together: {error}", file=sys.stderr)  # noqa: T201 (the server's log)
+            note(f"{len(runs)} runs together: {error}")
         except BaseException:  # noqa: BLE001 (the next request must run)
             traceback.print_exc()
         finally:
-            self._held_bytes[group] = self._device.allocated_bytes - self._others_bytes(group)
-            self.cancelled.difference_update([of["id"] for of in runs])
+            self._ended(group, [of["id"] for of in runs])
             self._tell("together", id=runs[0]["id"])
+
+    def _run_together(
+        self,
+        every: Sequence[Asked],
+        group: Group,
+        graph: Graph,
+        segments: tuple[tuple[str, ...], ...],
+        budgets: Mapping[str, int],
+        beside: Collection[Group],
+    ) -> None:
+        from graphrun.serve.together import run_together
+
+        self._release(group, beside)
+        inputs = every[0].inputs
+        with self._session(group, inputs, budgets).lend(inputs) as host:
+            run_together(
+                every,
+                graph,
+                segments,
+                self._arguments(budgets),
+                host,
+                self._settings.reuse,
+                self._tell,
+                self._is_cancelled,
+                self._settings.version,
+                self._others_bytes(group),
+            )
+
+    def _ended(self, group: Group, ids: Collection[str]) -> None:
+        self._held_bytes[group] = self._device.allocated_bytes - self._others_bytes(group)
+        self.cancelled.difference_update(ids)
+
+    def _is_cancelled(self, id: str) -> bool:
+        return not self.cancelled.isdisjoint((id, None))
 
     def _others_bytes(self, group: Group) -> int:
         return sum(nbytes for other, nbytes in self._held_bytes.items() if other != group)
@@ -180,5 +218,5 @@ class Worker:
         self._send(kind, clock_seconds=self.clock_seconds, **content)
 
     def _refuse_cancelled(self, id: str) -> None:
-        if not self.cancelled.isdisjoint((id, None)):
+        if self._is_cancelled(id):
             raise Cancelled("cancelled")

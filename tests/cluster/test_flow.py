@@ -14,7 +14,7 @@ from placing import BUDGET, SMALL, Here, Losing, cluster_of, placed, ran_by
 import graphrun
 from graphrun.batch.journal import Journal
 from graphrun.batch.queue import Batch
-from graphrun.batch.watch import Watcher
+from graphrun.batch.watch import LeftOut, Watcher
 from graphrun.cluster.flow import LOSSES
 from graphrun.cluster.placement import Placement
 from graphrun.errors import BrokenPlan, InputError, PlanError
@@ -111,6 +111,20 @@ def test_items_that_are_sent_back_are_not_held_back_by_those_that_wait_for_them(
         assert sorted([*batch.outputs, *batch.errors]) == list(range(1, 13))
         assert share or not batch.errors
         assert list(batch.outputs) == sorted(batch.outputs)
+
+
+def test_a_request_that_is_left_out_holds_nobody_up_who_would_share_its_runs(flux: Any, pipeline: Placement) -> None:
+    class Leaves(Watcher):
+        def begins_on(self, device: str, stages: Any, request: Any) -> None:
+            if request.number % 3 == 1:
+                raise LeftOut("cancelled")
+
+    several = [{"prompt": f"prompt {number % 2}", "seed": number % 4} for number in range(12)]
+    for seed in range(5):
+        batch = ran_by(flux, pipeline, Losing(seed, 0.0), several, watcher=Leaves())
+        assert batch.errors.keys() <= {1, 4, 7, 10}
+        assert set(batch.errors.values()) == {"cancelled"}
+        assert sorted([*batch.outputs, *batch.errors]) == list(range(1, 13))
 
 
 class FailsAfter(Watcher):

@@ -22,6 +22,7 @@ import pytest
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 KEY = "a key for tests"
+BUDGETS = ("--vram", "2M", "--ram", "8G", "--device", "sim")
 SMALL = {
     "flux-tiny.yaml": (("default: 128", "default: 32"), ("default: 4,", "default: 3,"), ("default: 64,", "default: 16,")),
     "configs/tiny-flux-transformer.json": (
@@ -72,7 +73,9 @@ def _quietly(holds: Callable[[], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *options: str, names: tuple[str, ...] = ("flux-tiny",)) -> Iterator[Server]:
+def serving(
+    folder: Path, *options: str, names: tuple[str, ...] = ("flux-tiny",), budgets: tuple[str, ...] = BUDGETS
+) -> Iterator[Server]:
     """A server of small graphs in ``folder``, ready; killed at the end with its processes."""
     shutil.copytree(GRAPHS, folder / "graphs", dirs_exist_ok=True)
     for name, changes in SMALL.items():
@@ -83,8 +86,8 @@ def serving(folder: Path, *options: str, names: tuple[str, ...] = ("flux-tiny",)
         (folder / "graphs" / name).write_text(text)
     (folder / "keys").write_text(f"tester {hashlib.sha256(KEY.encode()).hexdigest()}\n")
     graphs = [str(folder / "graphs" / f"{name}.yaml") for name in names]
-    budgets = ["--vram", "2M", "--ram", "8G", "--device", "sim", "--port", "0", "--keys", str(folder / "keys")]
-    command = [sys.executable, "-c", "from graphrun.cli.main import main; main()", "serve", *graphs, *budgets, *options]
+    own = ["--port", "0", "--keys", str(folder / "keys"), *budgets]
+    command = [sys.executable, "-c", "from graphrun.cli.main import main; main()", "serve", *graphs, *own, *options]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
     server = Server(process, "", folder / "log", httpx.Client())

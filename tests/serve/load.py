@@ -2,7 +2,8 @@
 
     locust -f tests/serve/load.py --headless -u 32 -r 32 --host http://127.0.0.1:8000
 
-KEY, REQUESTS and RESULTS are from the environment; RESULTS is the file for a JSON line per answer.
+KEY, REQUESTS, MIXED and RESULTS are from the environment: after the first MIXED requests all are of one shape; RESULTS is the file
+for a JSON line per answer. SEED, by default 0, gives another mixture.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from locust.exception import StopUser
 from PIL import Image
 
 REQUESTS = int(os.environ["REQUESTS"])
+MIXED, SEED = int(os.environ["MIXED"]), int(os.environ.get("SEED", "0"))
 NUMBERS = itertools.count()
 SHAPES: tuple[dict[str, Any], ...] = ({"size": "32x32"}, {"size": "32x32"}, {"size": "64x32"}, {"size": "32x32", "steps": 5})
+CHEAP = SHAPES[0]
 
 
 class Client(HttpUser):
@@ -34,7 +37,8 @@ class Client(HttpUser):
         number = next(NUMBERS)
         if number >= REQUESTS:
             raise StopUser
-        asked = {"prompt": f"request {number}", "seed": number, **random.Random(number).choice(SHAPES)}
+        shape = random.Random(number + SEED).choice(SHAPES) if number < MIXED else CHEAP
+        asked = {"prompt": f"request {number}", "seed": number, **shape}
         found: dict[str, Any] = {"number": number, "asked": asked, "statuses": []}
         while True:
             headers = {"Authorization": f"Bearer {os.environ['KEY']}"}

@@ -23,7 +23,8 @@ import pytest
 from PIL import Image
 
 SERVE = pytest.mark.sweep("serve")
-CLIENTS = 32
+CLIENTS, KILLS = 32, 30
+REQUESTS = int(os.environ.get("REQUESTS", "2000"))  # fewer where there is no time for more
 PAGE_BYTES = 1536  # of these both sizes of pages are multiples: 2 and 20 MiB, scaled, in units of 512 bytes
 BUSY = ("--reuse", "none", "--queue", "10h", "--hardware", "sim:pages=0.0005")  # the cap counts in pages
 
@@ -31,7 +32,12 @@ BUSY = ("--reuse", "none", "--queue", "10h", "--hardware", "sim:pages=0.0005")  
 @contextlib.contextmanager
 def asking(server: Any, folder: Path, requests: int) -> Iterator[Callable[[], bool]]:
     """Locust's clients; their results are in ``folder/results``. Yields whether requests are still to be answered."""
-    own = {"KEY": "a key for tests", "REQUESTS": str(requests), "RESULTS": str(folder / "results")}
+    own = {
+        "KEY": "a key for tests",
+        "REQUESTS": str(requests),
+        "MIXED": str(requests // 2),
+        "RESULTS": str(folder / "results"),
+    }
     options = ["--headless", "-u", str(CLIENTS), "-r", str(CLIENTS), "--host", server.url, "--only-summary"]
     command = [sys.executable, "-m", "locust", "-f", str(Path(__file__).with_name("load.py")), *options]
     (folder / "results").touch()
@@ -81,6 +87,7 @@ def figures_of(server: Any, found: list[dict[str, Any]], began: float) -> dict[s
         "wall_seconds": round(time.monotonic() - began),
         "processor_seconds": round(sum(sum(process.cpu_times()[:2]) for process in processes)),
         "queue, virtual seconds: off the prediction by a share of": quantiles(late(found)),
+        "... of the first half": quantiles(late([each for each in found if each["number"] < len(found) // 2])),
         "queue, virtual seconds: the longest": max(each["figures"]["queue_seconds"]["measured"] for each in found),
         "requests that went together with others": sum(each["figures"]["together"] > 1 for each in found),
         "peak_bytes": {kind: max(each["figures"]["peak_bytes"][kind] for each in found) for kind in ("planned", "measured")},
@@ -88,10 +95,9 @@ def figures_of(server: Any, found: list[dict[str, Any]], began: float) -> dict[s
 
 
 @SERVE
-@pytest.mark.parametrize("requests", [150, 2000])  # the first: a sample, where there is no time for more
-def test_clients_get_what_they_asked_for_when_it_was_predicted(
-    serving: Any, tmp_path: Path, requests: int, record_property: Any
-) -> None:
+def test_clients_get_what_they_asked_for_when_it_was_predicted(serving: Any, tmp_path: Path, record_property: Any) -> None:
+    """The first half in mixed shapes, the second, over which memory stays flat too, in the cheapest one."""
+    requests = REQUESTS
     with serving(tmp_path, *BUSY) as server:
         taken, began = [], time.monotonic()  # bytes of the server's processes, from a fifth of the requests on
         with asking(server, tmp_path, requests) as unanswered:
@@ -106,8 +112,8 @@ def test_clients_get_what_they_asked_for_when_it_was_predicted(
         memory = {"memory of the processes, bytes: mean of the first half and of the second": [round(early), round(later)]}
         record_property("figures", figures_of(server, found, began) | memory)
         assert server.metric("worker_restarts_total") == 0
-    errors = late(found)
-    assert len(errors) > requests / 2
+    errors = late([each for each in found if each["number"] < requests // 2])
+    assert len(errors) > requests / 4
     assert errors[int(0.95 * len(errors))] <= 0.2
     for each in found:
         peaks = each["figures"]["peak_bytes"]
@@ -118,15 +124,14 @@ def test_clients_get_what_they_asked_for_when_it_was_predicted(
 
 
 @SERVE
-@pytest.mark.parametrize("times", [5, 30])
 def test_a_worker_that_is_killed_again_and_again_under_load_loses_nothing(
-    serving: Any, tmp_path: Path, times: int, record_property: Any
+    serving: Any, tmp_path: Path, record_property: Any
 ) -> None:
     """A request under which three workers died is answered with 503 and asked again by its client."""
     choose, kills, began = random.Random(1), 0, time.monotonic()
     with serving(tmp_path, *BUSY) as server:
-        with asking(server, tmp_path, requests=10 * times) as unanswered:
-            while kills < times and unanswered():
+        with asking(server, tmp_path, requests=5 * KILLS) as unanswered:
+            while kills < KILLS and unanswered():
                 made = server.metric("pictures_total")
                 server.until(lambda made=made: server.metric("ready") and server.metric("pictures_total") > made)
                 time.sleep(choose.uniform(0, 1))
@@ -134,9 +139,9 @@ def test_a_worker_that_is_killed_again_and_again_under_load_loses_nothing(
                 kills += 1
                 server.until(lambda kills=kills: server.metric("worker_restarts_total") == kills)
             server.until(lambda: not unanswered())
-        found = results(tmp_path, 10 * times)
+        found = results(tmp_path, 5 * KILLS)
         record_property("figures", {"kills": kills} | figures_of(server, found, began))
-        assert kills == times
+        assert kills == KILLS
 
 
 @SERVE

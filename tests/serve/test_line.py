@@ -152,3 +152,17 @@ def test_requests_that_go_together_end_within_a_tenth_of_the_promised_wait(seed:
             line.add(each, now, max(now, free))
             asked[each] = now
     assert most > 1
+
+
+CLUSTER = Cost(first_seconds=6.0, again_seconds=4.0, stream=((6.0, 8.0, 10.0, 12.0), (4.0, 6.0, 8.0, 10.0)))
+
+
+def test_on_a_cluster_runs_go_together_as_a_stream_and_leave_weights_there() -> None:
+    line = Line()
+    for number in range(4):
+        line.add(each := entry("A", cost=CLUSTER), 0.0, 0.0)
+        assert (each.start, each.end) == (2.0 + 2.0 * number if number else 0.0, 6.0 + 2.0 * number)
+    assert len(line.pop()) == 4
+    assert line.warm == {"device": "A"}
+    line.add(each := entry("A", runs=2, cost=CLUSTER), 0.0, 0.0)
+    assert each.end == 6.0

@@ -35,6 +35,8 @@ def test_the_pictures_are_those_of_runs_one_by_one_and_the_seconds_those_predict
     for number in range(3):
         worker.run(group=GROUP, graph="flux-tiny", budgets={}, beside=frozenset(), **asked(number, "alone"))
     alone = [content for kind, content in told if kind == "done"]
+    took = sum(of["seconds"][1] for of in alone)
+    assert worker.clock_seconds == pytest.approx(took, rel=0.01), "weights without a source were created before the first run"
     told.clear()
     worker.cancelled.add("9")
     before = worker.clock_seconds
