@@ -12,8 +12,8 @@ the machine).
     balanced   both cards, blocks on the second as accelerate's ``device_map="balanced"`` has them
 
 ``halves`` and ``balanced`` are what the planner's program finds best with these splits, which is more than libraries with fixed
-maps do: they neither overlap copies with compute nor choose what else stays. null: nothing fits, or it cannot be split so. All seconds are predictions of
-priors.
+maps do: they neither overlap copies with compute nor choose what else stays. null: nothing fits, or it cannot be split so. All
+seconds are predictions of priors.
 """
 
 from __future__ import annotations
