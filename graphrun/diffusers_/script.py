@@ -85,8 +85,8 @@ class _Script:
                 yield f"- {name}: its backing store is pinned memory, read from disk while earlier phases compute"
             if variant.helper:
                 yield f"- {name}: computes on {variant.device}, a further device; here it runs on the first"
-            if split := next((split for split in self.plan.splits if split[0] == name), None):
-                yield f"- {name}: {blocks_text(split[2])} compute on device{split[1]}, a further device; here they run on the first"
+            for _, helper, blocks in (split for split in self.plan.splits if split[0] == name):
+                yield f"- {name}: {blocks_text(blocks)} compute on device{helper}, a further device; here they run on the first"
             if variant.device == "cpu":
                 yield f"- {name}: runs on the CPU; here it runs on the device"
         evicted = {slot.phase for slot in self.plan.slots if slot.phase and any(isinstance(a, Evict) for a in slot.actions)}

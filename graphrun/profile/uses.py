@@ -36,7 +36,8 @@ def use_of(component: ComponentNumbers, calls: Sequence[Call], hardware: Hardwar
 
 
 def _hops(component: ComponentNumbers, calls: Sequence[Call], use: Use) -> tuple[tuple[int, int], ...]:
-    """`Use.hops`: empty unless every call runs all blocks of all groups once, one directly after another."""
+    """`Use.hops`: empty unless every call runs all blocks of all groups once, one directly after another, and returns no more than
+    the last of them: otherwise it may return what other blocks do (``output_hidden_states`` of transformers)."""
     positions, most = _positions(component), [(0, 0)] * len(component.groups)
     every, distinct = [position for position in positions.values() if position[0]], {id(call): call for call in calls}.values()
     for call in distinct:
@@ -46,6 +47,9 @@ def _hops(component: ComponentNumbers, calls: Sequence[Call], use: Use) -> tuple
             return ()
     if any(n != use.calls for n in use.group_calls[1:]):
         return ()
+    for call in distinct:
+        if call.output_bytes > next((hop.output_bytes for hop in reversed(call.hops) if hop.path in positions), 0):
+            return ()
     for hop in {hop for call in distinct for hop in call.hops if hop.path in positions}:
         k = positions[hop.path][0]
         most[k] = max(most[k][0], hop.input_bytes), max(most[k][1], hop.output_bytes)

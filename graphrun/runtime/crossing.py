@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from graphrun.modules.trees import walk
 from graphrun.runtime.devices.device import Device
@@ -43,28 +44,32 @@ def moved(value: Any, source: torch.device, target: torch.device, copies: Copies
 def call_split(
     device: Device, residency: Residency, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What ``proceed`` returns, a call of the component of ``residency``; some of its blocks may be on a helper of ``device``."""
-    if residency.split is None:
-        return proceed(*args, **kwargs)
-    helper, paths = residency.split
-    here, there, copies = device.torch_device, helper.torch_device, Copies()
-    blocks = [residency.module.get_submodule(path) for path in paths]
-
+    """What ``proceed`` returns, a call of the component of ``residency``; some of its blocks may be on helpers of ``device``."""
     with contextlib.ExitStack() as stack:
-        current = stack.enter_context(contextlib.ExitStack())
+        for helper, paths in residency.splits:
+            _cross_at(stack, device, helper, [residency.module.get_submodule(path) for path in paths])
+        result = proceed(*args, **kwargs)
+        for helper, _ in residency.splits:  # of a call that leaves out the last block there
+            result = moved(result, helper.torch_device, device.torch_device)
+        return result
 
-        def before(block: Any, args: Any, kwargs: Any) -> Any:
-            if block is blocks[0]:
-                current.enter_context(helper.current())
-            return moved((args, kwargs), here, there, copies)
 
-        def after(_: Any, __: Any, result: Any) -> Any:
-            current.close()
-            copies.clear()
-            return moved(result, there, here)
+def _cross_at(stack: contextlib.ExitStack, device: Device, helper: Device, blocks: Sequence[nn.Module]) -> None:
+    """Hooks, until ``stack`` is closed, with which ``blocks``, one after another, compute on ``helper``."""
+    here, there, copies = device.torch_device, helper.torch_device, Copies()
+    current = stack.enter_context(contextlib.ExitStack())
 
-        for block in blocks:
-            stack.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
-        stack.callback(blocks[-1].register_forward_hook(after).remove)
-        stack.callback(copies.clear)
-        return moved(proceed(*args, **kwargs), there, here)  # of a call that leaves out the last of them
+    def before(block: Any, args: Any, kwargs: Any) -> Any:
+        if block is blocks[0]:
+            current.enter_context(helper.current())
+        return moved((args, kwargs), here, there, copies)
+
+    def after(_: Any, __: Any, result: Any) -> Any:
+        current.close()
+        copies.clear()
+        return moved(result, there, here)
+
+    for block in blocks:
+        stack.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
+    stack.callback(blocks[-1].register_forward_hook(after).remove)
+    stack.callback(copies.clear)

@@ -127,10 +127,12 @@ class Residency:
         return self._elsewhere.get(path, self.device)
 
     @property
-    def split(self) -> tuple[Device, tuple[str, ...]] | None:
-        """Of a split component, the helper and the paths of its blocks there, in call order."""
-        found = tuple(self._elsewhere)
-        return (self._elsewhere[found[0]], found) if found else None
+    def splits(self) -> list[tuple[Device, tuple[str, ...]]]:
+        """Of a split component, each helper with the paths of its blocks there, in call order."""
+        paths: dict[int, tuple[Device, list[str]]] = {}
+        for path, device in self._elsewhere.items():
+            paths.setdefault(id(device), (device, []))[1].append(path)
+        return [(device, tuple(own)) for device, own in paths.values()]
 
     def loaded_bytes(self, device: Device | None = None) -> int:
         """Bytes of the loaded blocks, on ``device`` or on all."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations, pairwise
 from typing import Literal
 
 import numpy as np
@@ -149,7 +150,7 @@ class Formulation:
     # ---- Splits
 
     def _add_splits(self) -> None:
-        """Columns of the blocks on helpers, h by group: they are in a row, and each component has them on one helper only."""
+        """Columns of the blocks on helpers, h by group: those on one helper are in a row."""
         program, model = self.program, self.model
         self._moved: dict[int, Linear] = {}  # h of each group with a mirror
         self._touched: dict[int, Linear] = {}  # 1 where h > 0
@@ -162,6 +163,7 @@ class Formulation:
                 self._away.setdefault(group.mirror, []).append(j)
         for pair, own in pairs.items():
             split = self._split[pair] = model.binary()
+            model.add(split <= self.chosen[pair[0]])
             for j in own:
                 count = float(program.groups[j].count)
                 moved, touched = self._moved[j], self._touched[j] = model.column(0.0, count, True), model.binary()
@@ -171,9 +173,9 @@ class Formulation:
                 for j in own[own.index(first) + 1 : own.index(last)]:  # all blocks of a group between two others
                     between = self._touched[first] + self._touched[last] - 1.0
                     model.add(self._moved[j] >= between * float(program.groups[j].count))
-        for number, chosen in enumerate(self.chosen):
-            if one := [split for (n, _), split in self._split.items() if n == number]:
-                model.add(total(one) <= chosen)
+        for (one, ones), (other, others) in combinations(pairs.items(), 2):  # one interval at most goes on from a group to the next
+            for both in zip(pairwise(ones), pairwise(others), strict=True) if one[0] == other[0] else ():
+                model.add(total(self._touched[j] for pair_of in both for j in pair_of) <= 3.0)
 
     def _all_of(self, j: int) -> Linear:
         """The number of blocks of group ``j``, if the variant is chosen, which is not so for one on the CPU."""
@@ -185,13 +187,16 @@ class Formulation:
 
     def _splits_in(self, values: NDArray[np.float64], numbers: Collection[int]) -> tuple[Split, ...]:
         """The splits of the variant choices ``numbers``."""
-        found, problem = [], self.program.problem
-        for (number, helper), split in self._split.items():
-            if number in numbers and split.at(values) > 0.5:
-                component = problem.components[self.program.variant_choices[number].component]
-                own = [(j, of) for j, of in enumerate(self.program.groups) if of.mirror >= 0 and of.variant_choice == number]
-                counts = {of.index: round(self._moved[j].at(values)) for j, of in own if of.helper == helper}
-                found.append((component.name, helper, in_a_row(component, counts)))
+        found, problem = list[Split](), self.program.problem
+        for number in numbers:
+            component = problem.components[self.program.variant_choices[number].component]
+            own = [(j, of) for j, of in enumerate(self.program.groups) if of.mirror >= 0 and of.variant_choice == number]
+            counts = {
+                helper: {of.index: round(self._moved[j].at(values)) for j, of in own if of.helper == helper}
+                for (n, helper), split in self._split.items()
+                if n == number and split.at(values) > 0.5
+            }
+            found += [(component.name, helper, blocks) for helper, blocks in in_a_row(component, counts).items()]
         return tuple(found)
 
     def _crossing(self, t: int) -> list[Linear]:
@@ -487,7 +492,7 @@ class Formulation:
         program = self._program_in(values, numbers)
         every = enumerate(self.program.groups)
         groups = [(j, group) for j, group in every if group.variant_choice in numbers and self._any(j, values)]
-        groups.sort(key=lambda pair: (pair[1].component, pair[1].mirror >= 0, pair[1].index))
+        groups.sort(key=lambda pair: (pair[1].component, pair[1].helper if pair[1].mirror >= 0 else 0, pair[1].index))
         present, loaded, depths = np.zeros((3, len(program.intervals), len(groups)), dtype=np.int64)
         for t, single in enumerate(self.single_buffered):
             for n, (j, group) in enumerate(groups):

@@ -5,7 +5,7 @@ Rules, by the name that a `Violation` carries. Choices of the plan:
 digest           the plan was made for this problem
 problem          the problem's numbers fit each other (`coherence`)
 variant, option  each choice exists, is permitted, and is made once; every component with several variants has one
-split            a component is split over one helper, in a variant that computes on the device, at blocks in a row
+split            a component is split in a variant that computes on the device; its blocks on a helper are in a row
 pin              the backing store is pinned if a directive demands it
 order            the order of stages is one that `Problem.precedence` allows; actions are in the order of `KINDS`, with one run in
                  first and steady slots and none in others

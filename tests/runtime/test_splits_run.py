@@ -1,4 +1,4 @@
-"""A component whose blocks lie on two devices: same bits, planned time and bytes, caps on both, nothing left after an error."""
+"""A component whose blocks lie on several devices: same bits, planned time and bytes, caps on both, nothing left after an error."""
 
 from __future__ import annotations
 
@@ -44,16 +44,19 @@ STREAMED = f"""{SPLIT}
     slot end
       evict a {KEPT}
 """
+TWO = WHOLE.replace(SPLIT, "    split a device1 wide[1]\n    split a device2 wide[2-3] thin[0-1]\n")  # directly after another
 
 
-def case(helper_bytes: int = 1 << 30) -> Problem:
-    """``a`` may be split over a helper that computes and copies half as fast as the device."""
+def case(*helper_bytes: int) -> Problem:
+    """``a`` may be split over helpers that compute and copy half as fast as the device."""
     hop = (PASSED, PASSED)
     of = problem({"a": Small()}, [[replace(use("a", 2, ON), crossing=hop, hops=((0, 0), hop, hop))]], ON)
     (a,) = of.components
     loads = tuple(2 * seconds for seconds in a.variants[0].load_seconds)
-    there = replace(a.variants[0], device="device1", streamable=False, slowdown=2.0, load_seconds=loads)
-    return replace(of, components=(replace(a, variants=(a.variants[0], there)),), helpers=(Helper(HELPER, helper_bytes),))
+    helpers = tuple(Helper(HELPER, nbytes) for nbytes in helper_bytes or (1 << 30,))
+    half = replace(a.variants[0], streamable=False, slowdown=2.0, load_seconds=loads)
+    there = (replace(half, device=f"device{number}") for number in range(1, len(helpers) + 1))
+    return replace(of, components=(replace(a, variants=(a.variants[0], *there)),), helpers=helpers)
 
 
 def planned(of: Problem, text: str) -> tuple[object, SimulatedDevice]:
@@ -88,6 +91,23 @@ def test_blocks_on_the_helper_give_the_same_bits_in_the_planned_time(text: str) 
     assert all(map(untouched, own.values()))
 
 
+def test_blocks_on_two_helpers_give_the_same_bits_in_the_planned_time() -> None:
+    of, own = case(1 << 30, 1 << 30), {"a": Small()}
+    plan, device = planned(of, TWO)
+    assert check(of, plan) == ()
+    trace = run(of, plan, Host(own, of, device), device, CALLS)
+    assert torch.equal(trace.outputs["x"], plain({"a": Small()}, CALLS))
+    simulated = simulate(of, plan)
+    assert trace.seconds == pytest.approx(simulated.seconds, rel=0.01)
+    assert trace.moved_bytes == simulated.moved_bytes
+    assert [each.machine.bytes_across for each in device.every] == [4 * PASSED, 2 * PASSED, 2 * PASSED]
+    for slot, measured in zip(simulated.slots, trace.slots, strict=True):
+        assert all(peak <= most for peak, most in zip(measured.helper_peaks, slot.helper_peaks, strict=True))
+    assert min(simulated.slots[0].helper_peaks) > 0
+    assert [each.allocated_bytes for each in device.every] == [0, 0, 0]
+    assert all(map(untouched, own.values()))
+
+
 def test_the_cap_of_the_helper_holds() -> None:
     of = case()
     needed = simulate(of, planned(of, WHOLE)[0]).slots[1].helper_peaks[0]
@@ -105,10 +125,12 @@ def test_the_cap_of_the_helper_holds() -> None:
 
 @pytest.mark.parametrize("step", sampled((1, 37), (37,), "faults"))
 @pytest.mark.parametrize("fault", ["fail_allocation", "fail_copy"])
-@pytest.mark.parametrize("number", [0, 1])
-def test_after_an_error_at_any_allocation_or_copy_nothing_is_left(fault: str, number: int, step: int) -> None:
-    of, own = case(), {"a": Small()}
-    plan, device = planned(of, STREAMED)
+@pytest.mark.parametrize(
+    ("text", "number"), [(STREAMED, 0), (STREAMED, 1), *(pytest.param(TWO, n, marks=pytest.mark.sweep("faults")) for n in range(3))]
+)
+def test_after_an_error_at_any_allocation_or_copy_nothing_is_left(fault: str, text: str, number: int, step: int) -> None:
+    of, own = case(*[1 << 30] * (2 if text == TWO else 1)), {"a": Small()}
+    plan, device = planned(of, text)
     host, machine = Host(own, of, device), device.every[number].machine
     run(of, plan, host, device, CALLS)
     count = machine.allocations if fault == "fail_allocation" else machine.copies_in + machine.copies_out + 4
@@ -118,6 +140,6 @@ def test_after_an_error_at_any_allocation_or_copy_nothing_is_left(fault: str, nu
         with pytest.raises((OutOfMemory, TransferFailed)) as caught:
             run(of, plan, host, device, CALLS)
         assert getattr(caught.value, "helper", number) == number
-        assert [each.allocated_bytes for each in device.every] == [0, 0]
+        assert not any(each.allocated_bytes for each in device.every)
         assert all(map(untouched, own.values()))
     assert torch.equal(run(of, plan, host, device, CALLS).outputs["x"], plain({"a": Small()}, CALLS))

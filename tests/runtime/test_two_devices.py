@@ -13,6 +13,7 @@ import graphrun
 from graphrun.graph.graph import Graph
 from graphrun.model.allocator import LARGE_PAGE_BYTES
 from graphrun.model.problem import ComponentNumbers, Problem
+from graphrun.model.splits import helpers_for
 from graphrun.modules.build import build
 from graphrun.report.summary import broken_caps
 from graphrun.runtime.devices.open import open_device
@@ -20,16 +21,24 @@ from graphrun.runtime.recovery import execute
 from graphrun.session import Session
 
 SMALL = {"seed": 3, "steps": 2, "height": 64, "width": 64}
-PIPELINES = ("flux-tiny", "wan-tiny")
+PIPELINES = ("flux-tiny", "wan-tiny", "sdxl-tiny", "hidream-tiny")
 
 
-def budgets(graph: Graph, helpers: int) -> list[str]:
-    """For the largest component and for all others, so that no single device holds the pipeline."""
+def budgets(graph: Graph, helpers: int) -> tuple[list[int], str]:
+    """For the largest component with its own phases, and for a share of all others on each helper, so that no single device holds
+    the pipeline; and the largest component's name."""
     problem = graphrun.estimate(graph, vram="1G", ram="8G", hardware="sim", inputs=SMALL)
-    weights = sorted(component.weight_bytes() for component in problem.components)
-    more = max(max(p.first_bytes, p.steady_bytes) + p.live_in_bytes for p in problem.phases)
-    values = sum(value.nbytes for value in problem.values)
-    return [f"{weights[-1] + 2 * more + values}B", *[f"{sum(weights[:-1]) // helpers + 2 * more}B"] * helpers]
+    *others, largest = sorted(problem.components, key=lambda component: component.weight_bytes())
+    own, rest = list[int](), list[int]()
+    for phase in problem.phases:
+        of = own if largest.name in {use.component for use in phase.uses} else rest
+        of.append(max(phase.first_bytes, phase.steady_bytes) + phase.live_in_bytes)
+    glue = max(phase.glue_bytes + phase.live_in_bytes for phase in problem.phases)
+    first = largest.weight_bytes() + max(*own, glue) + sum(value.nbytes for value in problem.values)
+    shared = sum(component.weight_bytes() for component in others)
+    found = [first, *[shared // helpers + max(rest)] * helpers]
+    assert max(found) < largest.weight_bytes() + shared + max(*own, *rest)
+    return found, largest.name
 
 
 @pytest.mark.long
@@ -39,9 +48,13 @@ def test_a_session_keeps_what_no_single_device_holds(name: str, helpers: int) ->
     graph = graphrun.load(GRAPHS / f"{name}.yaml")
     modules = {of: build(component, graph) for of, component in graph.components.items()}
     image = pixels(plain_image(graph, modules, graph.resolve(SMALL)))
-    with Session(graph, runs=5, inputs=SMALL, modules=modules, vram=budgets(graph, helpers), ram="8G", hardware="sim") as session:
+    vram, largest = budgets(graph, helpers)
+    options = {"inputs": SMALL, "vram": vram, "ram": "8G", "hardware": "sim", "runs": 5, "keep": [largest]}
+    device = open_device(graphrun.estimate(graph, **options), check_ordering=True)
+    with Session(graph, modules=modules, device=device, **options) as session:
         solution = session.solution
-        assert any(component.variants[0].helper for component in solution.chosen.components)
+        used = {component.variants[0].helper for component in solution.chosen.components}
+        assert (used | {helper for _, helper, _ in solution.plan.splits}) - {0}
         moved = list[int]()
         for reports, seconds in (
             (solution.simulation.slots, solution.simulation.seconds),
@@ -59,41 +72,47 @@ def test_a_session_keeps_what_no_single_device_holds(name: str, helpers: int) ->
                 assert measured.peak_bytes <= planned.peak_bytes <= solution.problem.effective_bytes
                 for peak, most, helper in zip(measured.helper_peaks, planned.helper_peaks, solution.problem.helpers, strict=True):
                     assert peak <= most <= helper.effective_bytes
-        assert moved[1] < 0.1 * moved[0], "nearly all of it stays"
-        device = session.device
+        assert moved[0] - moved[1] >= solution.chosen.component(largest).weight_bytes(), "it stays"
     assert [each.allocated_bytes for each in device.every] == [0] * (helpers + 1)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sampled(PIPELINES, PIPELINES[:1], "helpers"))
-def test_a_transformer_that_no_device_holds_is_split_and_not_streamed(name: str) -> None:
+@pytest.mark.parametrize("shares", sampled(((0.75, 0.6), (0.6, 0.45, 0.4)), ((0.75, 0.6),), "helpers"))
+@pytest.mark.parametrize("name", sampled(PIPELINES[:2], PIPELINES[:1], "helpers"))
+def test_a_transformer_that_no_device_holds_is_split_and_not_streamed(name: str, shares: tuple[float, ...]) -> None:
     graph = graphrun.load(GRAPHS / f"{name}.yaml")
     modules = {of: build(component, graph) for of, component in graph.components.items()}
     image = pixels(plain_image(graph, modules, graph.resolve(SMALL)))
     whole = graphrun.estimate(graph, vram="1G", ram="8G", hardware="sim", inputs=SMALL)
     nbytes = whole.component("transformer").weight_bytes()
-    vram = [int(0.75 * nbytes), int(0.6 * nbytes)]
-    with Session(graph, runs=100, inputs=SMALL, modules=modules, vram=vram, ram="8G", hardware="sim") as session:
+    vram = [int(share * nbytes) for share in shares]
+    keep = ["transformer"] if len(vram) > 2 else []  # with less on the second of them, what one holds might be streamed as fast
+    with Session(graph, runs=100, inputs=SMALL, modules=modules, vram=vram, ram="8G", hardware="sim", keep=keep) as session:
         solution = session.solution
-        ((split, helper, _),) = solution.plan.splits
-        assert (split, helper) == ("transformer", 1)
+        assert [split[:2] for split in solution.plan.splits] == [("transformer", n) for n in range(1, len(shares))]
         session.run()
         trace, reports = session.run(), solution.simulation.again
         assert np.array_equal(pixels(trace.outputs["image" if "image" in trace.outputs else "video"]), image)
         for planned, measured in trace.beside(reports):
             assert measured.peak_bytes <= planned.peak_bytes <= solution.problem.effective_bytes
-            assert measured.helper_peaks[0] <= planned.helper_peaks[0] <= solution.problem.helpers[0].effective_bytes
-        assert trace.moved_bytes == sum(slot.loaded_bytes + slot.streamed_bytes for slot in reports)
+            for peak, most, helper in zip(measured.helper_peaks, planned.helper_peaks, solution.problem.helpers, strict=True):
+                assert peak <= most <= helper.effective_bytes
+        assert trace.moved_bytes == pytest.approx(sum(slot.loaded_bytes + slot.streamed_bytes for slot in reports), rel=0.01)
         denoise = next(slot for slot in reports if slot.phase == "denoise/0:transformer" and slot.part == "steady")
         assert denoise.streamed_bytes == 0
         device = session.device
-    assert [each.allocated_bytes for each in device.every] == [0, 0]
+    assert not any(each.allocated_bytes for each in device.every)
+
+
+def test_an_encoder_that_returns_what_every_block_does_is_not_split() -> None:
+    problem = graphrun.estimate(graphrun.load(GRAPHS / "sdxl-tiny.yaml"), vram="1G,1G", hardware="sim", until="encode")
+    assert [helpers_for(problem, component) for component in problem.components] == [(), ()]
 
 
 @pytest.fixture(scope="module")
 def flux() -> tuple[Graph, Problem]:
     graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
-    return graph, graphrun.estimate(graph, vram=budgets(graph, 1), ram="8G", hardware="sim", inputs=SMALL)
+    return graph, graphrun.estimate(graph, vram=budgets(graph, 1)[0], ram="8G", hardware="sim", inputs=SMALL)
 
 
 @pytest.mark.sweep("helpers")
@@ -151,7 +170,7 @@ def test_a_split_component_is_planned_again_with_less_on_the_helper(flux: tuple[
 @pytest.mark.sweep("helpers")
 def test_a_helper_reserves_the_pages_that_were_planned(flux: tuple[Graph, Problem]) -> None:
     graph, _ = flux
-    problem = graphrun.estimate(graph, vram=budgets(graph, 1), ram="8G", hardware="sim:pages=0.0005", inputs=SMALL)
+    problem = graphrun.estimate(graph, vram=budgets(graph, 1)[0], ram="8G", hardware="sim:pages=0.0005", inputs=SMALL)
     solution = graphrun.plan(replace(problem, components=tuple(_on_helper(problem, of.name) for of in problem.components)))
     trace = graphrun.run(solution, graph, SMALL)
     pages = 2 * int(LARGE_PAGE_BYTES * problem.hardware.page_scale)
