@@ -32,6 +32,7 @@ NAMES = (
     "sdxl-inpaint",
     "sdxl-controlnet",
     "sdxl-refined",
+    "sd21-upscaled",
     "flux-kontext",
     "flux-fill",
     "flux-controlnet",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,10 @@ def twin(graph: Graph, folder: Path) -> Saved:
     """The own pipeline of ``graph`` as `save_pretrained` leaves it in ``folder``, with the arguments of the graph's first call."""
     own, kind = graph.pipeline_called(""), resolve_class(graph.pipeline, graph.trust)
     things = own.named({key: build(component, graph) for key, component in graph.components.items()})
-    things |= own.named({key: build_part(part, graph) for key, part in graph.parts.items()})
+    parts = own.named({key: build_part(part, graph) for key, part in graph.parts.items()})
+    for part in parts.values():  # a graph's tokenizer has a class of its own, which checks texts
+        part.__class__ = next(of for of in type(part).__mro__ if getattr(import_module(of.__module__), of.__name__, None) is of)
+    things |= parts
     known = {**dict.fromkeys(kind._optional_components), **things, **own.config}
     pipe = kind(**{name: of for name, of in known.items() if name in inspect.signature(kind.__init__).parameters})
     pipe.set_progress_bar_config(disable=True)
@@ -55,7 +59,7 @@ def twin(graph: Graph, folder: Path) -> Saved:
             if not (isinstance(of, Reference) and of.kind == "stage"):
                 arguments[name] = values[of.name] if isinstance(of, Reference) else of
     arguments |= {"num_inference_steps": arguments.pop("steps")} if "steps" in arguments else {}
-    left_out = ("seed", "tiling", "output_type")
+    left_out = ("seed", "tiling", "output_type", "num_images")
     return Saved(graph.name, folder / graph.name, pipe, {k: v for k, v in arguments.items() if v is not None and k not in left_out})
 
 
