@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from campaign import sampled
 from import_whole import GRAPHS, Saved, equal, planned, run
-
 from PIL import Image
 
 import graphrun
+from graphrun.diffusers_.importing.found import path_of
 from graphrun.diffusers_.importing.imported import Asked, import_source
 from graphrun.graph.graph import Graph, Reference
 from graphrun.graph.loading import load
@@ -68,10 +68,8 @@ def described(source: Saved, graph: Graph) -> dict[str, str]:
     found = {name: str(value) for name, value in graph.pipeline_called("").config.items()}
     for name, part in source.pipe.components.items():
         files = [*(source.folder / name).glob("config.json"), *(source.folder / name).glob("scheduler_config.json")]
-        if part is not None and files:
-            found[name] = f"{type(part).__module__.partition('.')[0]}.{type(part).__name__}:{files[0]}"
-        elif part is not None:
-            found[name] = str(source.folder / name)
+        if part is not None:
+            found[name] = f"{path_of(type(part))}:{files[0] if files else source.folder / name}"
     return found
 
 
