@@ -22,14 +22,11 @@ from graphrun.modules.build import build, build_part, resolve_class
 TWINS = (
     "wan22-i2v",
     "flux-controlnet",
-    "flux2-dev",
-    "flux2-klein",
     "z-image",
     "chroma",
     "krea2",
     "sana",
     "stable-cascade",
-    "kandinsky5",
     "hunyuan-video15",
     "ltx2",
     "stable-audio",
@@ -77,7 +74,7 @@ def described(source: Saved, graph: Graph) -> dict[str, str]:
 def test_a_folder_a_live_pipeline_and_a_class_are_one_graph_with_the_pipelines_own_output(name: str, tmp_path: Path) -> None:
     graph = load(GRAPHS / f"{name}-tiny.yaml")
     source = twin(graph, tmp_path)
-    expected = source.expected()
+    expected = source.expected(**({"output_type": "pt"} if set(graph.kinds().values()) == {"audio"} else {}))
     read = source.imported().write(tmp_path / "read.yaml")
     live = graphrun.from_pipeline(source.pipe)
     written = live.to_yaml(tmp_path / "live.yaml", inputs=source.sets)
