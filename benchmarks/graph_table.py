@@ -32,6 +32,7 @@ NAMES = (
     "sdxl-inpaint",
     "sdxl-controlnet",
     "sdxl-refined",
+    "sd21-upscaled",
     "flux-kontext",
     "flux-fill",
     "flux-controlnet",
@@ -72,7 +73,8 @@ each graph's default inputs; peaks in GiB are what `nvidia-smi` would show. Made
 Pyramid-Flow (miniFLUX, 768p) plans where its own code is on PYTHONPATH and trusted; without it the message says where to get it
 ([its results](howto/own-code.md#a-program-of-any-class)).
 
-Kandinsky 5 and HunyuanVideo 1.5 decode in tiles (`--set tiling=false` for none). Not here: Qwen-Image-Edit, whose processor needs
+Kandinsky 5 and HunyuanVideo 1.5 decode in tiles (`--set tiling=false` for none). sd21-upscaled decodes 2048 pixels at once;
+with `--allow tiling` 8 GiB are enough (39 s). Not here: Qwen-Image-Edit, whose processor needs
 torchvision; Kolors, whose tokenizer needs sentencepiece and its vocabulary; Cosmos 2.5, which needs a checker whose configuration
 diffusers does not have; ACE-Step 1.5, whose code counts values that a dry run does not have.
 

@@ -108,8 +108,8 @@ def estimate(
             raise InputError("until names a stage of a graph; a pipeline's call has none: leave it out")
         demands = Directives(tuple(keep), tuple(exclude), reserve_bytes or 0)
         return graph.problem(inputs or {}, hardware, Limits(budget_bytes, ram_bytes, helpers=helpers), demands)
-    graph = graph.until(until).directed(keep, exclude, reserve_bytes, pin)
-    values = graph.for_planning(inputs or {})
+    graph, inputs = graph.until(until).directed(keep, exclude, reserve_bytes, pin).for_first(inputs or {})
+    values = graph.for_planning(inputs)
 
     from graphrun.model.precomputed import without
     from graphrun.store import problem_for
@@ -143,8 +143,8 @@ def precomputed(
     """
     from graphrun.batch.cache.reuse import reuse_for
 
-    graph = graph.until(until)
-    return reuse_for(graph, graph.resolve(inputs or {}), _hardware(hardware, cache).label, cache, what, graph.allowed(allow)).find()
+    graph, inputs = graph.until(until).for_first(inputs or {})
+    return reuse_for(graph, graph.resolve(inputs), _hardware(hardware, cache).label, cache, what, graph.allowed(allow)).find()
 
 
 def survey(
@@ -179,7 +179,8 @@ def survey(
     hardware = _hardware(hardware, cache)
     graph, formats = in_precision(graph, precision)
     options = options_by_stage(graph, option)
-    given = dict(inputs or {}) | ({pictures_input(graph): batch} if batch is not None else {})
+    graph, inputs = graph.for_first(inputs or {})
+    given = dict(inputs) | ({pictures_input(graph): batch} if batch is not None else {})
     values = graph.for_planning(given)
 
     from graphrun.profile.modes import mode as mode_called
@@ -245,6 +246,7 @@ def run(
     from graphrun.runtime.recovery import execute
 
     problem = solution.problem
+    graph.refuse_list()
     graph = graph.until(problem.until)
     graph = graph.without_sources() if random_weights else graph
     values, remaining = planned_inputs(problem, graph, inputs or {}), graph.with_precomputed(problem.precomputed)

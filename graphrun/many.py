@@ -46,9 +46,10 @@ def run_many(
     """Runs ``graph`` for each of ``inputs``, mappings of inputs or prompts. ``common``: inputs that all requests share.
 
     Runs request by request or stage by stage, whichever is predicted fastest, in groups that fit RAM and disk. Weights stay loaded
-    from run to run where the plan says so, and equal stages run once. ``budgets``: arguments of `estimate`. ``resume``: a folder
-    for the state of the batch; a call with the same folder resumes after the last finished request, stage or denoising step, and
-    ends with the same bits. ``sink`` is called with the outputs of each finished request and returns the files it wrote; without
+    from run to run where the plan says so, and equal stages run once. The items of a list (``for_each``) are run as requests are,
+    and what is made of them is a list. ``budgets``: arguments of `estimate`. ``resume``: a folder for the state of the batch; a
+    call with the same folder resumes after the last finished request, item, stage or denoising step, and ends with the same bits.
+    ``sink`` is called with the outputs of each finished request and returns the files it wrote; without
     it the outputs are in the result. A request whose run fails is in the result's ``errors``; ``strict`` raises its error instead.
     Other arguments are as for `run`.
 
@@ -57,6 +58,7 @@ def run_many(
     """
     from graphrun.batch import queue
     from graphrun.batch.cache.reuse import Reuse, reuse_for
+    from graphrun.batch.items import Items
     from graphrun.batch.journal import Journal
     from graphrun.batch.requests import refuse_broken, requests_from, resolved
     from graphrun.batch.watch import Watcher as NoWatcher
@@ -98,17 +100,22 @@ def run_many(
             assert cache is not None
             return reuse_for(graph, values, device_name, cache, reuse, allow, note)
 
+        journal, items = Journal(resume) if resume is not None else None, None
+        if graph.list_input:
+            items = Items(graph, requests, sink, journal)
+            graph, requests, sink = graph.per_item(), items.requests, items.sink
         context = queue.BatchContext(
             estimate=estimated,
             solve=lambda problem: api.plan(problem, cache=cache),
             device_name=device_name,
             reuse=output_cache if cache is not None and not modules and reuse != "none" else None,
             modules=modules,
-            journal=Journal(resume) if resume is not None else None,
+            journal=journal,
             device=device,
             sink=sink,
             watcher=watcher or NoWatcher(),
             strict=strict,
             elsewhere=elsewhere,
         )
-        return queue.run_requests(graph, requests, context)
+        batch = queue.run_requests(graph, requests, context)
+    return batch if items is None else items.finish(batch)

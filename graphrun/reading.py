@@ -64,9 +64,11 @@ def read_text(path: Path, kind: Kind = InputError) -> str:
         raise kind(f"not a text file: byte {error.start} is not UTF-8", str(path)) from None
 
 
-def read_json(path: Path, kind: Kind = InputError) -> Any:
-    """The JSON value in ``path``."""
+def read_json(path: Path, kind: Kind = InputError, *, minus_infinity: str = "") -> Any:
+    """The JSON value in ``path``. ``minus_infinity``: a key that is left out where its value is -Infinity."""
     text = read_text(path, kind)
+    if minus_infinity:
+        text = re.sub(rf',\s*"{minus_infinity}": -Infinity\b', "", text)
     try:
         return parse_json(text)
     except json.JSONDecodeError as error:

@@ -85,6 +85,7 @@ class Session:
     ) -> None:
         if runs < 2:
             raise InputError(f"runs {runs}: a session has at least two runs; use graphrun.run for one")
+        graph.refuse_list()
         self._whole, self._inputs, self._modules = graph, dict(inputs or {}), modules
         self._budgets = {**budgets, "runs": runs, "cache": cache}
         self._cache_options = None if cache is None or modules or reuse == "none" else (cache, reuse, note)

@@ -60,11 +60,12 @@ def run_batch(
         alike = ("allow", "keep", "exclude", "pin", "reserve", "until")
         arguments = {"cluster": cluster_of(cluster, asked), **{name: arguments[name] for name in alike}}
     planfile.require_writable(trace_file)
-    target = files_for(graph, output, asked.inputs, overwrite=True)
+    of_list = inputs is not None
+    target = files_for(graph, output, asked.inputs, overwrite=True, of_list=of_list)
     first = next(iter(target.values()))
     state = first.parent / f".{first.stem}.resume" if resume else None
     if state is None or not state.exists():
-        files_for(graph, output, asked.inputs, overwrite=overwrite)
+        files_for(graph, output, asked.inputs, overwrite=overwrite, of_list=of_list)
     requests = [_with_rate(request, graph, target, asked.inputs) for request in requests]
     if inputs is not None:
         places = _places(target, found, graph)
@@ -80,7 +81,7 @@ def run_batch(
         return written
 
     try:
-        with stopping(told) as stop, _Progress(len(requests), told, stop) as progress:
+        with stopping(told) as stop, _Progress(_count(found, graph), told, stop) as progress:
             batch = run_many(
                 graph,
                 requests,
@@ -106,6 +107,13 @@ def run_batch(
     show(_batch_json(batch, len(requests), files), as_json, _batch_screen(batch, len(requests)))
     if batch.errors:
         raise typer.Exit(2)
+
+
+def _count(requests: Sequence[Request], graph: Graph) -> int:
+    """The number of the resolved ``requests``, or of all items of their lists."""
+    if not (name := graph.list_input):
+        return len(requests)
+    return sum(1 if request.error else len(graph.inputs[name].items(request.inputs[name])) for request in requests)
 
 
 def _places(target: Files, requests: Sequence[Request], graph: Graph) -> dict[int, Files]:

@@ -13,7 +13,7 @@ import typer
 
 import graphrun
 from graphrun import api
-from graphrun.cli.common import AsJson, GraphFile, app, cache_folder, checked_reuse, look, named, planned, say, show
+from graphrun.cli.common import AsJson, GraphFile, app, cache_folder, checked_reuse, load, look, named, planned, say, show
 from graphrun.cli.downloads import downloaded
 from graphrun.cli.options import Asked, Outputs, Overwrite, Reuse, Verbose, shared
 from graphrun.cli.placing import ClusterFile, Objective
@@ -66,11 +66,13 @@ def run(
     cache = cache_folder(asked.no_cache)
     if objective is not None and cluster is None:
         raise InputError("--objective is for several machines: add --cluster FILE")
-    if inputs is not None or resume or cluster is not None:
+    lists = graph.suffix != ".json" and load(graph, asked).list_input
+    if inputs is not None or resume or cluster is not None or lists:
         traced = trace_file is not None and cluster is None
         if plan_file is not None or traced or preview is not None or check_ordering:
             single = "--plan, --trace, --preview and --check-ordering"
-            raise InputError(f"{single} are for a single run; leave them out with --inputs, --resume and --cluster")
+            which = f"a graph that runs for each of ${lists}" if lists else "--inputs, --resume and --cluster"
+            raise InputError(f"{single} are for a single run; leave them out with {which}")
         if graph.suffix == ".json":
             raise InputError(f"{graph} is a plan for one run, and --inputs and --resume make their own plans: name the graph")
         from graphrun.cli.batches import run_batch

@@ -60,10 +60,12 @@ def stopping(tell: Callable[[str], None] | None) -> Iterator[Stop]:
         signal.signal(signal.SIGINT, before)
 
 
-def files_for(graph: Graph, output: list[str] | None, inputs: Mapping[str, Any], *, overwrite: bool) -> Files:
-    """The files for the outputs of ``graph`` with ``inputs``. Raises InputError where they cannot be written, or are there and not
-    to be overwritten."""
-    files = output_files(output or (), graph.kinds(), Path("out") / graph.name, overwrite=overwrite)
+def files_for(
+    graph: Graph, output: list[str] | None, inputs: Mapping[str, Any], *, overwrite: bool, of_list: bool = False
+) -> Files:
+    """The files for the outputs of ``graph`` with ``inputs``, or of a list of requests (`output_files`). Raises InputError where
+    they cannot be written, or are there and not to be overwritten."""
+    files = output_files(output or (), graph.kinds(), Path("out") / graph.name, overwrite=overwrite, of_list=of_list)
     refuse_rate(files, graph, inputs)
     return files
 

@@ -72,6 +72,7 @@ def serve(
         raise InputError(f"--host {host} without --keys: anyone who reaches this machine could use it; name a file of keys")
     loaded = [load(path, asked) for path in graphs]
     for graph in loaded:
+        graph.refuse_list()
         if "image" not in graph.kinds().values():
             raise InputError(f"{graph.name} makes no pictures but {', '.join(graph.kinds().values())}: leave it out")
     names = [graph.name for graph in loaded]

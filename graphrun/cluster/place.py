@@ -55,7 +55,7 @@ def place(
     ``gains``: whether to look for what one more device of each kind would bring. ``budgets``: further arguments of
     `graphrun.estimate`, without those that the cluster has. Raises Unplaceable where no devices can run all stages.
     """
-    graph = graph.until(until)
+    graph, inputs = graph.until(until).for_first(inputs or {})
     planner = Planner(graph, items, cache, {**budgets, "inputs": inputs})
     stages, kinds = tuple(stage.name for stage in graph.stages), kinds_of(cluster)
     problem = planner.problem(next(iter(kinds.values())))

@@ -115,8 +115,11 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``. Raises GraphError when it cannot be read or is something else."""
-    data = reading.read_json(path, GraphError)
+    """The JSON object in ``path``. Raises GraphError when it cannot be read or is something else.
+
+    diffusers saves -Infinity, which JSON does not have, as this one value of its DPM schedulers: their default, so it is left out.
+    """
+    data = reading.read_json(path, GraphError, minus_infinity="lambda_min_clipped")
     if not isinstance(data, dict):
         raise GraphError(f"expected a JSON object, got {type(data).__name__}", str(path))
     return data

@@ -137,7 +137,7 @@ class Stage:
 
     ``options``: alternatives that a plan may choose, such as ``tiling``. ``outputs``: the names of its outputs; of an op that is
     ``open``, those that the graph reads. ``pipeline``: which of the graph's further pipelines it belongs to; "": the graph's own.
-    ``method``: what of the pipeline a call stage calls.
+    ``method``: what of the pipeline a call stage calls. ``for_each``: the argument whose list it takes item by item; "": none.
     """
 
     name: str
@@ -149,6 +149,7 @@ class Stage:
     outputs: tuple[str, ...] = ()
     pipeline: str = ""
     method: str = "__call__"
+    for_each: str = ""
 
     @property
     def operation(self) -> Operation:
@@ -239,8 +240,45 @@ class Graph:
         return {s.name: s for s in self.stages}[name]
 
     def kinds(self) -> dict[str, str]:
-        """The kind of each output: ``image``, ``video``, ``audio``, ``latents``, ``embeds``, or ``any``."""
-        return {name: self.stage(of.name).operation.output(of.output) or "any" for name, of in self.outputs.items()}
+        """The kind of each output: ``image``, ``video``, ``audio``, ``latents``, ``embeds``, or ``any``. Pictures that are made of
+        the frames of a video are a video."""
+        found: dict[str, str] = {
+            name: self.stage(of.name).operation.output(of.output) or "any" for name, of in self.outputs.items()
+        }
+        if self.list_input and self.inputs[self.list_input].type == "video":
+            found |= {name: "video" for name, of in self.outputs.items() if found[name] == "image" and self.stage(of.name).for_each}
+        return found
+
+    @property
+    def list_input(self) -> str:
+        """The input whose items stages take one by one (``for_each``); "" where there is none."""
+        lists = (stage.arguments[stage.for_each] for stage in self.stages if stage.for_each)
+        return next((of.name for of in lists if of.kind == "input"), "")
+
+    def per_item(self) -> Graph:
+        """The graph for one item of its `list_input`, which then is the input's value; itself where there is none."""
+        if not (name := self.list_input):
+            return self
+        stages = tuple(replace(stage, for_each="") for stage in self.stages)
+        return replace(self, inputs={**self.inputs, name: self.inputs[name].item}, stages=stages)
+
+    def for_first(self, inputs: Mapping[str, Any]) -> tuple[Graph, Mapping[str, Any]]:
+        """The graph `per_item`, and ``inputs`` with the first item of the list. Raises InputError for a list that the graph
+        refuses."""
+        name = self.list_input
+        if name and name in inputs:
+            try:
+                given = fit(self.inputs[name], inputs[name], text=True)
+            except ValueError as error:
+                raise InputError(f"input {name!r}: {error}") from error
+            inputs = {**inputs, name: self.inputs[name].items(given)[0]}
+        return self.per_item(), inputs
+
+    def refuse_list(self) -> None:
+        """Raises InputError where stages take the items of a list one by one, for what runs a graph once."""
+        if name := self.list_input:
+            what = f"stages take the items of ${name} one by one (for_each), each in a run of its own"
+            raise InputError(f"{self.name}: {what}: use run_many, or graph.per_item() for the graph of one item")
 
     def producers(self, name: str) -> tuple[str, ...]:
         """Names of the stages whose outputs the stage ``name`` reads, each once."""
@@ -459,6 +497,7 @@ class Graph:
                     *([s.options] if s.options else []),
                     *([s.pipeline] if s.pipeline else []),
                     *([s.method] if s.method != "__call__" else []),
+                    *([["for_each", s.for_each]] if s.for_each else []),
                 ]
                 for s in self.stages
             },

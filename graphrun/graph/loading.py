@@ -108,6 +108,8 @@ class _Reader:
                 read = dict.fromkeys(r.output for r in references if r.kind == "stage" and r.name == name)
                 stages[name] = replace(stage, outputs=tuple(read))
         self._check_uses(inputs, stages, references)
+        if not self.misspelled:
+            self._check_lists(inputs, stages)
         return Graph(
             name=spec.name,
             path=self.document.path,
@@ -394,7 +396,8 @@ class _Reader:
                 self.add((*at, "with", key), f"{spec.op} has no argument {key!r}{did_you_mean(key, of.arguments)}")
                 continue
             try:
-                arguments[key] = self._fitted(wanted, value, inputs)
+                given = {name: of.item for name, of in inputs.items()} if spec.for_each is not None else inputs
+                arguments[key] = self._fitted(wanted, value, given)
             except ValueError as error:
                 self.add((*at, "with", key), str(error))
         for index, option in enumerate(spec.options):
@@ -408,8 +411,31 @@ class _Reader:
             self.add((*at, "pipeline"), f"no such pipeline {pipeline!r}{did_you_mean(pipeline, self.spec.pipelines)}")
         if spec.method is not None and spec.op != "call":
             self.add((*at, "method"), "only op: call calls a method: leave it out")
-        where, method = self.document.where(at), spec.method or "__call__"
-        return Stage(name, spec.op, tuple(spec.uses), arguments, where, tuple(spec.options), outputs, pipeline, method)
+        where, method, each = self.document.where(at), spec.method or "__call__", spec.for_each or ""
+        if each and not isinstance(arguments.get(each), Reference):
+            what = (
+                "with: has no" if each not in arguments else "is no list: name an input, or an output of a stage with for_each, in"
+            )
+            self.add((*at, "for_each"), f"{what} {each}{did_you_mean(each, arguments) if each not in arguments else ''}")
+            each = ""
+        return Stage(name, spec.op, tuple(spec.uses), arguments, where, tuple(spec.options), outputs, pipeline, method, each)
+
+    def _check_lists(self, inputs: Mapping[str, Input], stages: Mapping[str, Stage]) -> None:
+        """Adds a problem for every stage whose ``for_each`` names no list, and for every one that reads a list without it."""
+        lists = [(name, stage.arguments[stage.for_each]) for name, stage in stages.items() if stage.for_each]
+        roots = [of.name for _, of in lists if of.kind == "input"]
+        for name, of in lists:
+            at = ("stages", name, "for_each")
+            if of.kind == "stage" and of.name in stages and not stages[of.name].for_each:
+                self.add(at, f"{of} is made once: for_each takes the items of an input, or what a stage with for_each made of them")
+            elif of.kind == "input" and not inputs[of.name].many and inputs[of.name].type != "video":
+                self.add(at, f"{of} is no list: add many: true to inputs.{of.name}")
+            elif of.kind == "input" and of.name != roots[0]:
+                self.add(at, f"another stage takes the items of ${roots[0]}, and a graph has one list: make it a graph of its own")
+        for name, stage in stages.items() if roots else ():
+            for of in stage.references if not stage.for_each else ():
+                if of.name == roots[0] or (of.kind == "stage" and of.name in stages and stages[of.name].for_each):
+                    self.add(("stages", name), f"{of} is a list, whose items are taken one by one: add for_each: to this stage too")
 
     def _argument(self, value: Any, at: Location) -> Any:
         """``value`` with `Reference` objects in place of texts such as ``$prompt``.

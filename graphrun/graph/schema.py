@@ -190,6 +190,11 @@ class StageSpec(Spec):
         default_factory=dict,
         description="The op's arguments by name: literals, $input, $stage.output, or lists of these.",
     )
+    for_each: Name | None = Field(
+        default=None,
+        description="The argument whose list is taken item by item: the stage runs once for each. The list is an input (many: "
+        "true, or the frames of a video), or what a stage with for_each made. Its outputs are lists.",
+    )
     options: list[StageChoice] = Field(default_factory=list, description="Alternatives that a plan may choose.")
 
 

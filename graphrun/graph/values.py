@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from graphrun.graph import media
@@ -34,6 +34,18 @@ class Input:
     maximum: float | None = None
     many: bool = False
     sizes: Mapping[str, float | str] = field(default_factory=dict)
+
+    @property
+    def item(self) -> Input:
+        """The input for one item of a list of such values, or for a frame of a video."""
+        if self.type != "video":
+            return replace(self, many=False)
+        return replace(self, type="image", sizes={name: of for name, of in self.sizes.items() if name != "frames"})
+
+    def items(self, value: Any) -> list[Any]:
+        """The items of ``value``, which the input accepted: of a list, or the frames of a video. Another value is the only item."""
+        value = media.opened(value) if self.type == "video" else value
+        return list(value) if self.type == "video" or isinstance(value, list) else [value]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -93,8 +93,10 @@ def refuse_there(files: Files, kinds: Mapping[str, str]) -> None:
         raise InputError(f"{there}: is there already: add --overwrite, or name another file with -o")
 
 
-def output_files(asked: Sequence[str], kinds: Mapping[str, str], default: Path, *, overwrite: bool = True) -> Files:
-    """The output files for outputs of ``kinds`` (name -> kind).
+def output_files(
+    asked: Sequence[str], kinds: Mapping[str, str], default: Path, *, overwrite: bool = True, of_list: bool = False
+) -> Files:
+    """The output files for outputs of ``kinds`` (name -> kind). ``of_list``: a folder gets files of each request (`named`).
 
     ``asked``: a path, or ``name=path`` for each output; empty: ``default`` with the kinds' suffix. Raises InputError for an unknown
     name or suffix, a suffix that does not fit the kind, a path that cannot be written, and unless ``overwrite`` one that is there.
@@ -118,6 +120,8 @@ def output_files(asked: Sequence[str], kinds: Mapping[str, str], default: Path, 
         files = {name: default.with_name(f"{default.name}-{name}{_suffixes(kind)[0]}") for name, kind in kinds.items()}
     elif not files:
         files = {"": default.with_name(default.name + _first_suffix(kinds))}
+    for to in () if of_list else files.values():
+        _refuse_foreign(to)
     require_writable(*files.values())
     if not overwrite:
         refuse_there(files, kinds)
@@ -158,9 +162,7 @@ def _first_suffix(kinds: Mapping[str, str]) -> str:
 
 def _known(path: Path) -> Path:
     suffix, suffixes = path.suffix.lower(), (*PICTURES, *VIDEOS, *SOUNDS, TENSORS)
-    if not suffix:
-        _refuse_foreign(path)
-    elif suffix not in suffixes:
+    if suffix and suffix not in suffixes:
         raise InputError(f"{path}: {suffix} is not known; output files are {', '.join(suffixes)}")
     elif suffix == ".flac" and find_spec("soundfile") is None:
         raise InputError(f"{path}: writing flac needs the package soundfile: install it, or use .wav")
@@ -327,8 +329,12 @@ def _folder(path: Path, pictures: Sequence[Any], about: str) -> list[Path]:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Raises InputError where ``path`` exists and is anything but a folder of numbered images."""
-    if path.exists() and (not path.is_dir() or any(not (f.suffix == ".png" and f.stem.isdigit()) for f in path.iterdir())):
+    """Raises InputError where ``path`` is to be a folder, and exists as anything but a folder of numbered images."""
+    if (
+        not path.suffix
+        and path.exists()
+        and (not path.is_dir() or any(not (f.suffix == ".png" and f.stem.isdigit()) for f in path.iterdir()))
+    ):
         raise InputError(f"{path}: exists, and is not a folder of frames: choose another name")
 
 

@@ -22,6 +22,7 @@ from graphrun.units import show_seconds, show_size
 
 Say = Callable[[str], None]
 Clock = Callable[[], float]
+STATE = ".value"  # of the files in which outputs of an item wait for those of the others (`graphrun.batch.items`)
 
 
 class Shown:
@@ -201,8 +202,8 @@ class BatchProgress(Shown):
     def done(self, request: Any, files: Sequence[Path]) -> None:
         """All outputs of a request are written."""
         self.finished += 1
-        if files:
-            self._line(f"  done {self.finished}/{self.requests}: {', '.join(map(str, files))}")
+        if shown := [path for path in map(str, files) if not path.endswith(STATE)]:
+            self._line(f"  done {self.finished}/{self.requests}: {', '.join(shown)}")
 
     def left_out(self, request: Any) -> None:
         """A request cannot be run, or its run failed."""

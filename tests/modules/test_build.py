@@ -12,11 +12,13 @@ import numpy
 import pytest
 import torch
 from campaign import sampled
+from diffusers import DPMSolverMultistepScheduler
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphrun.errors import GraphError
+from graphrun.graph.document import read_json
 from graphrun.graph.graph import Component, Graph
 from graphrun.graph.loading import load
 from graphrun.graph.values import outside
@@ -87,6 +89,7 @@ PARAMETERS = {
 # In billions, as rounded where they are published: cards of the models, diffusers' documentation, names of checkpoints.
 PUBLISHED = {
     "chroma": {"transformer": "8.9"},
+    "sd21-upscaled": {"unet": "0.87"},
     "z-image": {"transformer": "6", "text_encoder": "4"},
     "flux2-dev": {"transformer": "32", "text_encoder": "24"},
     "flux2-klein": {"transformer": "4", "text_encoder": "4"},
@@ -142,7 +145,7 @@ def test_parameter_counts_are_those_published(name: str) -> None:
     graph = load(GRAPHS / f"{name}.yaml")
     for key, published in PUBLISHED[name].items():
         count = sum(p.numel() for p in meta_module(graph.component(key), graph.trust).parameters())
-        assert f"{count / 1e9:.{1 if '.' in published else 0}f}" == published, key
+        assert f"{count / 1e9:.{len(published.partition('.')[2])}f}" == published, key
 
 
 @pytest.mark.parametrize("name", ["flux-tiny", "sdxl-tiny"])
@@ -506,3 +509,13 @@ def test_random_initialization_is_skipped_on_meta(name: str) -> None:
         meta_module(component, graph.trust)
         draft(component, graph, component.dtype)
     assert not random_ops.names
+
+
+def test_a_dpm_scheduler_as_diffusers_saves_it_is_read(tmp_path: Path) -> None:
+    """Its file has -Infinity, which JSON does not have."""
+    made = DPMSolverMultistepScheduler(solver_order=3)
+    made.save_pretrained(tmp_path)
+    assert "-Infinity" in (tmp_path / "scheduler_config.json").read_text()
+    read = DPMSolverMultistepScheduler.from_config(read_json(tmp_path / "scheduler_config.json"))
+    assert read.config.solver_order == 3
+    assert read.config.lambda_min_clipped == made.config.lambda_min_clipped

@@ -108,6 +108,9 @@ def test_a_folder_of_frames_is_replaced_as_a_whole_and_no_other_folder_is(tmp_pa
         with pytest.raises(InputError, match="is not a folder of frames"):
             refused()
     assert len(list((tmp_path / "film").iterdir())) == 3
+    assert output_files([f"{tmp_path}/film"], KINDS, tmp_path / "x", of_list=True), (
+        "a folder of each request's files is only added to"
+    )
 
 
 def test_the_default_is_by_what_there_is(tmp_path: Path) -> None:

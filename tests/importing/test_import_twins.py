@@ -1,0 +1,85 @@
+"""Tiny reference graphs' pipelines, imported from a folder, a live object and a class: one graph, and the pipeline's own output."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from campaign import sampled
+from import_whole import GRAPHS, Saved, equal, planned, run
+from PIL import Image
+
+import graphrun
+from graphrun.diffusers_.importing.found import path_of
+from graphrun.diffusers_.importing.imported import Asked, import_source
+from graphrun.graph.graph import Graph, Reference
+from graphrun.graph.loading import load
+from graphrun.modules.build import build, build_part, resolve_class
+
+TWINS = (
+    "wan22-i2v",
+    "flux-controlnet",
+    "z-image",
+    "chroma",
+    "krea2",
+    "sana",
+    "stable-cascade",
+    "hunyuan-video15",
+    "ltx2",
+)
+PICTURES = {"image": Image.linear_gradient("L").resize((64, 64)).convert("RGB")}
+SMALL = {"steps": 2, "height": 64, "width": 64}
+
+
+def twin(graph: Graph, folder: Path) -> Saved:
+    """The own pipeline of ``graph`` as `save_pretrained` leaves it in ``folder``, with the arguments of the graph's first call."""
+    own, kind = graph.pipeline_called(""), resolve_class(graph.pipeline, graph.trust)
+    things = own.named({key: build(component, graph) for key, component in graph.components.items()})
+    parts = own.named({key: build_part(part, graph) for key, part in graph.parts.items()})
+    for part in parts.values():  # a graph's tokenizer has a class of its own, which checks texts
+        part.__class__ = next(of for of in type(part).__mro__ if getattr(import_module(of.__module__), of.__name__, None) is of)
+    things |= parts
+    known = {**dict.fromkeys(kind._optional_components), **things, **own.config}
+    pipe = kind(**{name: of for name, of in known.items() if name in inspect.signature(kind.__init__).parameters})
+    pipe.set_progress_bar_config(disable=True)
+    pipe.save_pretrained(folder / graph.name)
+    given = {name: of for name, of in SMALL.items() if name in graph.inputs and not of % (graph.inputs[name].multiple_of or 1)}
+    given |= {name: PICTURES[of.type] for name, of in graph.inputs.items() if of.type in PICTURES}
+    values = graph.resolve(given)
+    arguments: dict[str, Any] = {}
+    for stage in graph.stages if graph.stages[0].op != "call" else graph.stages[:1]:
+        for name, of in stage.arguments.items():
+            if not (isinstance(of, Reference) and of.kind == "stage"):
+                arguments[name] = values[of.name] if isinstance(of, Reference) else of
+    arguments |= {"num_inference_steps": arguments.pop("steps")} if "steps" in arguments else {}
+    left_out = ("seed", "tiling", "output_type", "num_images")
+    return Saved(graph.name, folder / graph.name, pipe, {k: v for k, v in arguments.items() if v is not None and k not in left_out})
+
+
+def described(source: Saved, graph: Graph) -> dict[str, str]:
+    """What ``--config`` says of each part of the pipeline's class: its class and file, its folder, or a value."""
+    found = {name: str(value) for name, value in graph.pipeline_called("").config.items()}
+    for name, part in source.pipe.components.items():
+        files = [*(source.folder / name).glob("config.json"), *(source.folder / name).glob("scheduler_config.json")]
+        if part is not None:
+            found[name] = f"{path_of(type(part))}:{files[0] if files else source.folder / name}"
+    return found
+
+
+@pytest.mark.parametrize("name", sampled(TWINS, ["z-image"], "imports"))
+def test_a_folder_a_live_pipeline_and_a_class_are_one_graph_with_the_pipelines_own_output(name: str, tmp_path: Path) -> None:
+    graph = load(GRAPHS / f"{name}-tiny.yaml")
+    source = twin(graph, tmp_path)
+    expected = source.expected()
+    read = source.imported().write(tmp_path / "read.yaml")
+    live = graphrun.from_pipeline(source.pipe)
+    written = live.to_yaml(tmp_path / "live.yaml", inputs=source.sets)
+    asked = Asked(configs=described(source, graph), dtypes={"": "float32"}, sets=source.sets)
+    named = import_source(graph.pipeline, asked).write(tmp_path / "class.yaml")
+    assert written.stages == read.stages == named.stages
+    assert written.inputs == read.inputs == named.inputs
+    trace = run(read, planned(read, source.inputs, least=True), source.inputs)
+    assert equal(next(iter(trace.outputs.values())), expected)
