@@ -18,7 +18,7 @@ import graphrun
 from graphrun.diffusers_.dry_call import ProbeError
 from graphrun.diffusers_.importing.folder import of_folder
 from graphrun.diffusers_.importing.signature import media_kind
-from graphrun.errors import InputError
+from graphrun.errors import GraphError, InputError
 
 SD = cases()["StableDiffusionPipeline"]
 
@@ -112,6 +112,20 @@ def test_a_scheduler_that_a_folder_lacks_is_made_by_the_constructor(tmp_path: Pa
     assert of_folder(tmp_path).parts == {}
     (tmp_path / "scheduler").mkdir()
     assert [*of_folder(tmp_path).parts] == ["scheduler"]
+
+
+def test_an_infinite_default_that_diffusers_writes_is_read_and_left_out(tmp_path: Path) -> None:
+    listed = {"scheduler": ["diffusers", "DPMSolverMultistepScheduler"], "vae": [None, None]}
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline", **listed}))
+    diffusers.DPMSolverMultistepScheduler(solver_order=3).save_pretrained(tmp_path / "scheduler")
+    file = tmp_path / "scheduler" / "scheduler_config.json"
+    assert '"lambda_min_clipped": -Infinity' in file.read_text()
+    config = of_folder(tmp_path).parts["scheduler"].config
+    assert config["solver_order"] == 3
+    assert "lambda_min_clipped" not in config
+    file.write_text('{"beta_start": NaN}')
+    with pytest.raises(GraphError, match="NaN is not a number"):
+        of_folder(tmp_path)
 
 
 def test_the_error_is_that_of_the_try_that_got_furthest() -> None:

@@ -198,7 +198,7 @@ def _add(found: Found, name: str, folder: Path, at: str, entry: list[str], sourc
         )
     path = class_in(entry[0], entry[1], found.kind, where, found.trust)
     file = next((own / file for file in CONFIGS if (own / file).is_file()), None)
-    config = read_json(file) if file is not None else None
+    config = read_json(file, infinite=True) if file is not None else None
     if not is_module(path, found.trust, where):
         found.add(name, path, config, source=source)
         return
