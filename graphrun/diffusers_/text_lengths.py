@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from graphrun.modules.trees import tensors_in
 
 
@@ -38,7 +36,8 @@ class TextLengths:
         """Within the context, notes what the tokenizers of ``pipe`` return. Its processors' own are among them."""
         from transformers import PreTrainedTokenizerBase
 
-        held = [*vars(pipe).values(), *(getattr(part, "tokenizer", None) for part in list(vars(pipe).values()))]
+        parts = [*getattr(pipe, "__dict__", {}).values()]
+        held = [*parts, *(getattr(part, "tokenizer", None) for part in parts)]
         tokenizers = {id(each): each for each in held if isinstance(each, PreTrainedTokenizerBase)}.values()
         before = [type(tokenizer) for tokenizer in tokenizers]
         for tokenizer, kind in zip(tokenizers, before, strict=True):
@@ -52,9 +51,9 @@ class TextLengths:
     def _watched(self, kind: Any) -> Any:
         def call(tokenizer: Any, *args: Any, padding: Any = False, **settings: Any) -> Any:
             made = kind.__call__(tokenizer, *args, padding=padding, **settings)
-            ids = made["input_ids"]
-            rows = ids if not isinstance(ids, torch.Tensor) and ids and isinstance(ids[0], list) else [ids]
-            lengths = {row.shape[-1] if isinstance(row, torch.Tensor) else len(row) for row in rows}
+            ids = made.get("input_ids", [])
+            rows = ids if isinstance(ids, list) and ids and isinstance(ids[0], list) else [ids]
+            lengths = {row.shape[-1] if hasattr(row, "shape") else len(row) for row in rows}
             (self.fixed if padding == "max_length" else self.own).update(lengths)
             return made
 
