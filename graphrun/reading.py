@@ -64,24 +64,23 @@ def read_text(path: Path, kind: Kind = InputError) -> str:
         raise kind(f"not a text file: byte {error.start} is not UTF-8", str(path)) from None
 
 
-def read_json(path: Path, kind: Kind = InputError, *, minus_infinity: str = "") -> Any:
-    """The JSON value in ``path``. ``minus_infinity``: a key that is left out where its value is -Infinity."""
+def read_json(path: Path, kind: Kind = InputError, *, infinite: bool = False) -> Any:
+    """The JSON value in ``path``; see `parse_json`."""
     text = read_text(path, kind)
-    if minus_infinity:
-        text = re.sub(rf',\s*"{minus_infinity}": -Infinity\b', "", text)
     try:
-        return parse_json(text)
+        return parse_json(text, infinite=infinite)
     except json.JSONDecodeError as error:
         raise kind(f"is not JSON: {error.msg}", f"{path}:{error.lineno}") from None
     except ValueError as error:
         raise kind(f"is not JSON: {error}", str(path)) from None
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, *, infinite: bool = False) -> Any:
     """The JSON value in ``text``. Raises ValueError where it is none, nests too deeply, or has a number or text that is of no use:
-    too many digits, not finite, half of a surrogate pair."""
+    too many digits, not finite, half of a surrogate pair. ``infinite``: infinities are read, which diffusers writes."""
+    constant = (lambda name: float(name) if name != "NaN" else _refuse_constant(name)) if infinite else _refuse_constant
     try:
-        data = json.loads(text, parse_int=_integer, parse_constant=_refuse_constant)
+        data = json.loads(text, parse_int=_integer, parse_constant=constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     level, depth = [data], 0
@@ -98,7 +97,7 @@ def parse_json(text: str | bytes) -> Any:
                 below += item.values()
             elif isinstance(item, list):
                 below += item
-            elif isinstance(item, float) and item - item != 0:
+            elif isinstance(item, float) and item - item != 0 and not infinite:
                 raise ValueError("a number is too large")
         level = below
     return data

@@ -484,7 +484,9 @@ class Attachment:
         holds."""
         meta_pipeline = self._meta_pipeline
         if key.without_reserve not in self._dry_runs:
-            self._dry_runs[key.without_reserve] = self._stored_dry_run(key) or self._dry_run(call, key)
+            made = self._stored_dry_run(key) or self._dry_run(call, key)
+            key = self._key(call, reserve_bytes)  # with its texts, where the dry run found that their lengths matter
+            self._dry_runs[key.without_reserve] = made
             self._plans.pop(key, None)
         found = self._plans.get(key)
         if found is None or found.traced_entries != meta_pipeline.prober.traces:
@@ -502,6 +504,9 @@ class Attachment:
         self.say(f"{kind} {call.name}: planning, once for calls of this kind (a dry run, then the plan)")
         meta_pipeline = self._meta_pipeline
         recording, entries = meta_pipeline.probe(call), frozenset(meta_pipeline.prober.entry_signatures)
+        if meta_pipeline.prober.text_lengths.matter:
+            self._text_dependent.add(key.without_texts)
+            key = self._key(call, key.reserve_bytes)
         if self._store is not None:
             data = {
                 "run": DryRun(recording, meta_pipeline.profiles).to_json(),

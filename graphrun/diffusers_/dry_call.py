@@ -9,7 +9,6 @@ Knows no budgets, no plans, and not the device that the call will run on.
 from __future__ import annotations
 
 import random
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -23,21 +22,19 @@ from torch import nn
 from graphrun import sim
 from graphrun.diffusers_.call_arguments import copy_for_dry_run, describe_arguments
 from graphrun.diffusers_.live import graph_of, meta_module_of
+from graphrun.diffusers_.text_lengths import TextLengths
 from graphrun.errors import GraphrunError, InputError
 from graphrun.graph.graph import Directives
 from graphrun.model.problem import Hardware, Problem
-from graphrun.modules.blocks import held
 from graphrun.modules.build import on_host
 from graphrun.modules.dtype_variants import DtypeVariant, DtypeVariants
 from graphrun.modules.interceptor import entry_of
 from graphrun.profile.dry_run import Prober
-from graphrun.profile.meta_ops import META
 from graphrun.profile.problems import Limits, problem_of
 from graphrun.profile.recording import Call as Traced
 from graphrun.profile.recording import ComponentProfile, DryRun, Recording, StageEnd
 from graphrun.profile.returned import Returned
 from graphrun.sim.autocast import following
-from graphrun.units import show_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +78,7 @@ class MetaPipeline:
         """
         recording = self.prober.begin(Recording(keeps=True))
         self.prober.entry_signatures.clear()
+        self.prober.text_lengths = TextLengths()
         self.dtype_variants.begin()
         entered: list[Any] = []
         try:
@@ -89,6 +87,7 @@ class MetaPipeline:
                 torch.no_grad(),
                 sim.Machine() as machine,
                 self.prober.interceptor,
+                self.prober.text_lengths.watching(self.pipe),
                 following(call.autocast),
             ):
                 args = copy_for_dry_run(call.args, sim.device, self._meta_modules_by_id)
@@ -163,13 +162,14 @@ class MetaPipeline:
 
 
 class LiveProber(Prober):
-    """A prober that runs an entry once on the CPU, with the weights of ``live``, where it cannot be traced on meta."""
+    """A prober of ``live`` modules, whose own weights it uses for an entry that it computes on the CPU."""
 
     def __init__(self, meta_modules: Mapping[str, nn.Module], live: Mapping[str, nn.Module]) -> None:
         self.dtype_variants = DtypeVariants(meta_modules)
-        super().__init__(meta_modules, self.dtype_variants)
-        self._live = dict(live)
+        known = self.dtype_variants.known
+        super().__init__(meta_modules, self.dtype_variants, lambda name: live[known[name].component])
         self.entry_signatures: set[str] = set()  # of the call that is being probed, as text
+        self.text_lengths = TextLengths()  # of that call
         self._by_shape = defaultdict[Any, dict[Any, None]](dict)  # signatures with texts, by those without
 
     def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -177,6 +177,7 @@ class LiveProber(Prober):
         self.register(self.dtype_variants.known[component])
         signature = self.signature(component, entry, args, kwargs)
         self.entry_signatures.add(repr(signature))
+        self.text_lengths.enter((args, kwargs))
         self._by_shape[self.signature(component, entry, args, kwargs, texts=False)][signature] = None
         return super().answer(component, entry, proceed, args, kwargs)
 
@@ -203,51 +204,12 @@ class LiveProber(Prober):
         """The number of entry signatures traced so far."""
         return len(self._traces)
 
-    def _trace(
-        self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any, device: torch.device = META
-    ) -> tuple[Traced, Returned]:
-        try:
-            return super()._trace(component, entry, proceed, args, kwargs)
-        except GraphrunError:
-            raise
-        except Exception as error:  # noqa: BLE001  (a component's code may raise anything where tensors have no values)
-            first = f"{type(error).__name__}: {error}"
-        live = self._live[self.dtype_variants.known[component].component]
-        size = show_size(sum(tensor.nbytes for tensor in (*live.parameters(), *live.buffers())))
-        warnings.warn(
-            f"{component}.{entry} needs tensor values ({first.splitlines()[0]}): it is computed once on the CPU, with all {size} "
-            "of its weights, before the call is planned",
-            RuntimeWarning,
-            stacklevel=2,
+    def _untraceable(self, component: str, entry: str, args: Any, kwargs: Any, on_meta: Exception, on_cpu: Exception) -> Exception:
+        tried = [f"on {where} ({type(error).__name__}: {error})" for where, error in (("meta", on_meta), ("the CPU", on_cpu))]
+        return ProbeError(
+            f"{component}.{entry}({describe_arguments(args, kwargs)}) cannot be traced, neither {' nor '.join(tried)}: write the "
+            f"pipeline's stages as a graph file, or replace {component} by a module that can be traced"
         )
-        try:
-            with _with_weights_of(live, self.meta_modules[component]):
-                return super()._trace(component, entry, proceed, args, kwargs, torch.device("cpu"))
-        except Exception as error:
-            raise ProbeError(
-                f"{component}.{entry}({describe_arguments(args, kwargs)}) cannot be traced, neither on meta ({first}) nor on the "
-                f"CPU ({type(error).__name__}: {error}): write the pipeline's stages as a graph file, or replace "
-                f"{component} by a module that can be traced"
-            ) from error
-
-
-@contextmanager
-def _with_weights_of(live: nn.Module, meta_module: nn.Module) -> Iterator[None]:
-    """Within the context, ``meta_module`` has the tensors of ``live``, cast to its own dtypes where these differ."""
-    pairs = [
-        (location, tensor, borrowed)
-        for mine, other in zip(meta_module.modules(), live.modules(), strict=True)
-        for (tensor, _, location, _), (borrowed, *_) in zip(held(mine), held(other), strict=True)
-    ]
-    for location, tensor, borrowed in pairs:
-        cast = borrowed if borrowed.dtype == tensor.dtype else borrowed.detach().to(tensor.dtype)
-        as_parameter = isinstance(borrowed, nn.Parameter) and cast is not borrowed
-        location.put(nn.Parameter(cast, requires_grad=False) if as_parameter else cast)
-    try:
-        yield
-    finally:
-        for location, tensor, _ in pairs:
-            location.put(tensor)
 
 
 @contextmanager

@@ -114,12 +114,10 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``. Raises GraphError when it cannot be read or is something else.
-
-    diffusers saves -Infinity, which JSON does not have, as this one value of its DPM schedulers: their default, so it is left out.
-    """
-    data = reading.read_json(path, GraphError, minus_infinity="lambda_min_clipped")
+def read_json(path: Path, *, infinite: bool = False) -> dict[str, Any]:
+    """The JSON object in ``path``, with ``infinite`` numbers if allowed. Raises GraphError when it cannot be read or is something
+    else."""
+    data = reading.read_json(path, GraphError, infinite=infinite)
     if not isinstance(data, dict):
         raise GraphError(f"expected a JSON object, got {type(data).__name__}", str(path))
     return data

@@ -9,6 +9,7 @@ Layout only. The estimator applies it to meta modules and the executor to real o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,3 +129,22 @@ def _int8_state(child: nn.Module) -> Any:
     """The ``MatmulLtState`` of an 8-bit layer that is already quantized, else None."""
     state = child.__dict__.get("state")
     return state if isinstance(getattr(state, "SCB", None), torch.Tensor) else None
+
+
+@contextmanager
+def with_weights_of(live: nn.Module, meta_module: nn.Module) -> Iterator[None]:
+    """Within the context, ``meta_module`` has the tensors of ``live``, cast to its own dtypes where these differ."""
+    pairs = [
+        (location, tensor, borrowed)
+        for mine, other in zip(meta_module.modules(), live.modules(), strict=True)
+        for (tensor, _, location, _), (borrowed, *_) in zip(held(mine), held(other), strict=True)
+    ]
+    for location, tensor, borrowed in pairs:
+        cast = borrowed if borrowed.dtype == tensor.dtype else borrowed.detach().to(tensor.dtype)
+        as_parameter = isinstance(borrowed, nn.Parameter) and cast is not borrowed
+        location.put(nn.Parameter(cast, requires_grad=False) if as_parameter else cast)
+    try:
+        yield
+    finally:
+        for location, tensor, _ in pairs:
+            location.put(tensor)

@@ -30,6 +30,8 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "video": ("frames", "videos", "video"),
     "audio": ("audios", "audio"),
 }
+# Names in diffusers' models and pipelines for the samples per second of what they make.
+RATES = ("sampling_rate", "output_sampling_rate", "sample_rate")
 # Arguments of `__call__` that a stage does not pass through: graphrun sets them itself or has another word for them.
 RESERVED = frozenset({"self", "generator", "return_dict", "callback", "callback_steps", "callback_on_step_end"})
 
@@ -151,12 +153,13 @@ def _samples(value: Any) -> Iterator[np.ndarray[Any, Any]]:
 
 
 def _rate(context: StageContext) -> int:
-    """Samples per second, from the configuration of the pipeline's vocoder or VAE. Raises GraphError where neither has it."""
-    for name in ("vocoder", "vae", "audio_vae"):
-        component = getattr(context.pipeline, name, None)
-        for owner in (component, getattr(component, "config", None)):
-            if isinstance(rate := getattr(owner, "sampling_rate", getattr(owner, "output_sampling_rate", None)), int):
-                return rate
+    """Samples per second: of the pipeline's vocoder or VAE, or its own. Raises GraphError where none has it."""
+    components = (getattr(context.pipeline, name, None) for name in ("vocoder", "vae", "audio_vae"))
+    owners = [owner for each in components for owner in (each, getattr(each, "config", None))]
+    for owner in (*owners, context.pipeline):
+        rates = (getattr(owner, name, None) for name in RATES)
+        if (rate := next((rate for rate in rates if isinstance(rate, int)), None)) is not None:
+            return rate
     refuse(context, f"the components of {_class_of(context)} have no sampling_rate, which its audio output needs")
 
 

@@ -7,6 +7,7 @@ argument shapes, and returns zeros of the right shape. The 28 denoising steps of
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,10 +19,12 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphrun import sim
+from graphrun.errors import GraphrunError
 from graphrun.graph.graph import Component, Graph
 from graphrun.limits import require
 from graphrun.model.allocator import ROUND_BYTES
-from graphrun.modules.build import build_part, held_meta_module, leave_behind, meta_module, on_host
+from graphrun.modules.blocks import with_weights_of
+from graphrun.modules.build import build, build_part, held_meta_module, leave_behind, meta_module, on_host
 from graphrun.modules.contents import as_stored
 from graphrun.modules.dtype_variants import DtypeVariants
 from graphrun.modules.interceptor import CallInterceptor
@@ -31,6 +34,7 @@ from graphrun.modules.stored import holding, local_weights
 from graphrun.modules.trees import PLAIN, computing_on, content_of, found_in, holders_in, may_hold, tensors_in, walk
 from graphrun.ops import Stages
 from graphrun.profile.block_groups import block_paths, group_blocks, group_layers, routed_lists
+from graphrun.profile.host_ram import host_ram_bytes
 from graphrun.profile.meta_ops import META
 from graphrun.profile.quantized import block_bytes_by_precision, laid_out_bytes, quantized_shapes, widened
 from graphrun.profile.recorder import FusedAttention, Recorder
@@ -40,7 +44,7 @@ from graphrun.profile.returned import Returned, returned
 from graphrun.sim.active import active
 from graphrun.sim.autocast import dtype_on, following
 from graphrun.sim.tensor import SimTensor
-from graphrun.units import MIB, round_up
+from graphrun.units import MIB, round_up, show_size
 
 # Larger tensors are output images or videos; no code depends on their values, so they are not computed.
 HOLLOW_BYTES = 64 * MIB
@@ -57,7 +61,7 @@ def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | 
     for name, component in graph.components.items():
         holding(component, meta_modules[name])
     parts = {part.name: build_part(part, graph, planning=True) for part in graph.parts.values()}
-    prober = Prober(meta_modules)
+    prober = Prober(meta_modules, weights=random_weights(graph))
     with sim.Machine() as machine, prober.interceptor:
         machine.listener = prober.recording
         machine.hollow_bytes = HOLLOW_BYTES
@@ -76,15 +80,28 @@ def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | 
     return probed
 
 
+def random_weights(graph: Graph) -> Callable[[str], nn.Module]:
+    """A function that returns a component of ``graph`` by name with random weights, on the CPU. No files are read for it."""
+    return lambda name: build(replace(graph.components[name], source=None, gguf=""), graph)
+
+
 class Prober:
     """Intercepts calls into ``meta_modules``, traces each kind of call once, and appends a mark for every call to
     ``recording``.
 
-    Traces are reused by later dry runs with the same prober.
+    Traces are reused by later dry runs with the same prober. An entry that cannot be traced on meta, as its code reads numbers, is
+    computed once on the CPU, with what ``weights(component)`` returns, a module like that on meta. Without ``weights``, or RAM for
+    it, the error on meta is raised.
     """
 
-    def __init__(self, meta_modules: Mapping[str, nn.Module], casts: DtypeVariants | None = None) -> None:
+    def __init__(
+        self,
+        meta_modules: Mapping[str, nn.Module],
+        casts: DtypeVariants | None = None,
+        weights: Callable[[str], nn.Module] | None = None,
+    ) -> None:
         self.meta_modules = dict(meta_modules)
+        self._weights = weights
         self.recording = Recording()
         self.interceptor = CallInterceptor(meta_modules, sim.device, around=self.answer, reads=_device_zeros, casts=casts)
         self.routed: dict[str, set[str]] = defaultdict(set)  # see `routed_lists`
@@ -150,8 +167,38 @@ class Prober:
             profile = replace(profile, layer_split=split)
         return _in_every_precision(profile, graph, graph.components[name], module) if graph else profile
 
-    def _trace(
-        self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any, device: torch.device = META
+    def _trace(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, Returned]:
+        """Traces the call on meta, or where that fails on the CPU. Raises what `_untraceable` returns where both fail."""
+        try:
+            return self._trace_on(META, component, entry, proceed, args, kwargs)
+        except GraphrunError:
+            raise
+        except Exception as error:  # noqa: BLE001  (a component's code may raise anything where tensors have no values)
+            first = error
+        module = self.meta_modules[component]
+        nbytes = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+        if self._weights is None or nbytes > host_ram_bytes():
+            raise first
+        try:
+            with with_weights_of(self._weights(component), module):
+                made = self._trace_on(torch.device("cpu"), component, entry, proceed, args, kwargs)
+        except Exception as error:
+            raise self._untraceable(component, entry, args, kwargs, first, error) from error
+        text = (str(first).splitlines() or [""])[0]
+        warnings.warn(
+            f"{component}.{entry} needs tensor values ({type(first).__name__}: {text}): it is computed once on the CPU, with all "
+            f"{show_size(nbytes)} of its weights, to plan the call",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return made
+
+    def _untraceable(self, component: str, entry: str, args: Any, kwargs: Any, on_meta: Exception, on_cpu: Exception) -> Exception:
+        """The error for an entry that neither meta nor the CPU can trace."""
+        return on_meta
+
+    def _trace_on(
+        self, device: torch.device, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[Call, Returned]:
         """Traces the call on ``device``: on meta, or on the CPU if ``component`` has its weights there."""
         module = self.meta_modules[component]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -13,6 +14,8 @@ from test_attach_pipelines import equal, weight_bytes
 from tiny_pipelines import cases, checked_peak_bytes, tiny
 
 import graphrun
+from graphrun import Infeasible
+from graphrun.diffusers_.text_lengths import TextLengths
 from graphrun.report.summary import broken_caps
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.sim import Machine
@@ -78,3 +81,33 @@ def test_a_weight_that_the_pipeline_reads_is_a_copy_that_keeps_no_block_on_the_d
     with graphrun.attach(pipe, vram=2 * weight_bytes(pipe), device=device) as attached:
         assert equal(case.call(pipe), want)
         assert checked_peak_bytes(attached, device)
+
+
+@pytest.mark.long
+def test_a_longer_text_is_planned_before_its_call_where_texts_are_not_padded_to_one_length() -> None:
+    case, entered = cases()["QwenImagePipeline"], list[Any]()
+    pipe, device = case.build(), SimulatedDevice(Machine())
+    pipe.text_encoder.register_forward_pre_hook(lambda module, *_: entered.append(module))
+    arguments = {**case.arguments(), "num_inference_steps": 1}
+    with graphrun.attach(pipe, vram="6M", device=device) as attached:
+        pipe(**arguments)
+        assert attached.replans == ()
+        pipe(**{**arguments, "prompt": "many ships at sea at dusk"})
+        assert attached.replans == ()
+        entered.clear()
+        with pytest.raises(Infeasible, match="call/0:text_encoder .* raise the VRAM budget from 6.00 MiB"):
+            pipe(**{**arguments, "prompt": "a very long text of many words " * 20})
+        assert pipe.text_encoder not in entered, "the dry run has a copy on meta"
+
+
+def test_ids_that_enter_a_component_at_a_texts_own_length_make_texts_matter() -> None:
+    pipe = SimpleNamespace(tokenizer=tiny("tokenizer"))
+    fixed, own = TextLengths(), TextLengths()
+    with fixed.watching(pipe):
+        padded = pipe.tokenizer("a ship", padding="max_length", max_length=12, truncation=True, return_tensors="pt")
+        pipe.tokenizer(["a ship"], padding="longest", return_tensors="pt")  # counted, to warn of a text that is cut
+        fixed.enter((padded["input_ids"],))
+    with own.watching(SimpleNamespace(processor=pipe)):
+        own.enter({"input_ids": pipe.tokenizer("a ship", padding=True, return_tensors="pt")["input_ids"]})
+    assert (fixed.matter, own.matter) == (False, True)
+    assert type(pipe.tokenizer) is type(tiny("tokenizer"))

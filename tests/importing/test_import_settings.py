@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy as np
 import pytest
+import torch
 from diffusers.pipelines.pipeline_utils import ImagePipelineOutput
 from diffusers.utils.torch_utils import randn_tensor
-from tiny_pipelines import Case, cases, tiny
+from tiny_pipelines import Case, cases, picture, tiny
 
 import graphrun
 from graphrun.diffusers_.dry_call import ProbeError
-from graphrun.errors import InputError
+from graphrun.diffusers_.importing.folder import of_folder
+from graphrun.diffusers_.importing.signature import media_kind
+from graphrun.errors import GraphError, InputError
 
 SD = cases()["StableDiffusionPipeline"]
 
@@ -44,10 +49,26 @@ class Late(diffusers.StableDiffusionPipeline):
         raise ValueError("this is the trouble")
 
 
-def own(**more: Any) -> Any:
+class Edits(Own):
+    """Like FLUX.2 it takes a picture before the prompt, and works without one."""
+
+    def __call__(  # type: ignore[override]
+        self, image: Any = None, prompt: Any = None, num_inference_steps: int = 2, generator: Any = None
+    ) -> Any:
+        if not prompt.startswith(("a photo", "{")):
+            raise ValueError(f"what is {prompt}?")
+        start = randn_tensor((1, 3, 8, 8), generator, self._execution_device)
+        if image is not None:
+            pixels = torch.from_numpy(np.asarray(image.resize((8, 8)), dtype=np.float32)).permute(2, 0, 1)[None]
+            start = start + self.vae.encode(pixels.to(start.device)).latents.mean()
+        made = self.vae.decode(self.unet(start, 1).sample).sample
+        return ImagePipelineOutput(images=made.permute(0, 2, 3, 1).cpu().numpy())
+
+
+def own(kind: type[Own] = Own, **more: Any) -> Any:
     sizes = {"encoder_block_out_channels": (8, 8), "decoder_block_out_channels": (8, 8), "latent_channels": 3}
     vae = diffusers.AutoencoderTiny(**sizes, num_encoder_blocks=(1, 1), num_decoder_blocks=(1, 1))
-    return Own(tiny("UNet2DModel"), vae, **more)
+    return kind(tiny("UNet2DModel"), vae, **more)
 
 
 def test_settings_of_constructors_survive_an_import(tmp_path: Path) -> None:
@@ -59,6 +80,52 @@ def test_settings_of_constructors_survive_an_import(tmp_path: Path) -> None:
     assert "block_out_channels" not in graph.components["vae"].config
     assert graph.inputs["batch"].default == 2, "by the pipeline's own name"
     assert graphrun.from_pipeline(own()).graph.pipeline_config == {}
+
+
+def test_a_picture_before_the_prompt_is_optional_where_the_call_runs_without_one() -> None:
+    live = graphrun.from_pipeline(own(Edits))
+    assert (live.graph.inputs["image"].type, live.graph.inputs["image"].required) == ("image", False)
+    assert {str(of) for of in live.graph.stages[0].arguments.values()} >= {"$image", "$prompt"}
+    problems = [
+        graphrun.estimate(live, vram="1G", ram="1G", hardware="sim", inputs={"prompt": "a photo", **more})
+        for more in ({}, {"image": picture(16)})
+    ]
+    entered = [[phase.name.partition(":")[2] for phase in problem.phases] for problem in problems]
+    assert entered == [["unet", "vae"], ["vae", "unet", "vae"]]
+
+
+def test_a_prompt_that_is_set_is_the_text_of_the_trial(tmp_path: Path) -> None:
+    graph = graphrun.from_pipeline(own(Edits)).to_yaml(tmp_path / "own.yaml", inputs={"prompt": "{}"})
+    assert graph.inputs["prompt"].default == "{}"
+    with pytest.raises(ProbeError, match=r"what is \["):
+        graphrun.from_pipeline(own(Edits)).to_yaml(tmp_path / "other.yaml", inputs={"prompt": "["})
+
+
+def test_frames_that_condition_a_video_are_media() -> None:
+    names = ("conditioning_frames", "num_frames", "prev_segment_conditioning_frames", "video", "mask_image", "image_embeds")
+    assert [media_kind(name) for name in names] == ["video", None, None, "video", "mask", None]
+
+
+def test_a_scheduler_that_a_folder_lacks_is_made_by_the_constructor(tmp_path: Path) -> None:
+    listed = {"scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"], "vae": [None, None]}
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "LongCatAudioDiTPipeline", **listed}))
+    assert of_folder(tmp_path).parts == {}
+    (tmp_path / "scheduler").mkdir()
+    assert [*of_folder(tmp_path).parts] == ["scheduler"]
+
+
+def test_an_infinite_default_that_diffusers_writes_is_read_and_left_out(tmp_path: Path) -> None:
+    listed = {"scheduler": ["diffusers", "DPMSolverMultistepScheduler"], "vae": [None, None]}
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline", **listed}))
+    diffusers.DPMSolverMultistepScheduler(solver_order=3).save_pretrained(tmp_path / "scheduler")
+    file = tmp_path / "scheduler" / "scheduler_config.json"
+    assert '"lambda_min_clipped": -Infinity' in file.read_text()
+    config = of_folder(tmp_path).parts["scheduler"].config
+    assert config["solver_order"] == 3
+    assert "lambda_min_clipped" not in config
+    file.write_text('{"beta_start": NaN}')
+    with pytest.raises(GraphError, match="NaN is not a number"):
+        of_folder(tmp_path)
 
 
 def test_the_error_is_that_of_the_try_that_got_furthest() -> None:

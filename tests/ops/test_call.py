@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from stage_runs import stages_of
 import graphrun
 from graphrun.errors import GraphError, InputError
 from graphrun.modules.build import build
-from graphrun.ops.call import _refuse_mask_size
+from graphrun.ops.call import _rate, _refuse_mask_size
 from graphrun.ops.diffusion import StageContext
 from graphrun.ops.pipeline import frames_per_second
 from graphrun.profile.dry_run import probe
@@ -166,3 +167,13 @@ def test_a_mask_fits_the_picture_that_an_upscaler_keeps(edited: Callable[..., An
     _refuse_mask_size(context, masked)
     with pytest.raises(InputError, match="the mask is 64x64 and the image 16x16"):
         _refuse_mask_size(context, {**masked, "original_image": None})
+
+
+def test_the_rate_of_sound_is_that_of_the_vocoder_the_vae_or_the_pipeline() -> None:
+    def rate(**members: Any) -> int:
+        return _rate(SimpleNamespace(pipeline=SimpleNamespace(**members)))  # type: ignore[arg-type]
+
+    config = SimpleNamespace(config=SimpleNamespace(sample_rate=24000))
+    assert rate(vae=config) == 24000
+    assert rate(vae=config, vocoder=SimpleNamespace(config=SimpleNamespace(output_sampling_rate=48000))) == 48000
+    assert rate(vae=SimpleNamespace(), sample_rate=44100) == 44100

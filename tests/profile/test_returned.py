@@ -121,3 +121,31 @@ def test_a_view_of_a_weight_is_a_separate_tensor() -> None:
     weight = torch.ones(64, 4, device="meta")
     found = returned((weight[:2], weight[2:4]), (), {}, {weight.untyped_storage()._cdata})
     assert found.nbytes == 2 * 2 * 4 * 4
+
+
+class Counted(nn.Module):
+    """As many rows as its ids have different numbers, which their shape does not say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.weight[None].expand(len(torch.bincount(ids)), 4) * 2
+
+
+def test_an_entry_that_reads_numbers_is_traced_on_the_cpu_where_weights_can_be_had() -> None:
+    def made(weights: Callable[[str], nn.Module] | None) -> torch.Tensor:
+        prober = Prober({"counted": Counted().to("meta")}, weights=weights)
+        with sim.Machine(), prober.interceptor:
+            found = prober.meta_modules["counted"](torch.tensor([0, 1, 2, 2]).to("sim"))
+            assert all(weight.is_meta for weight in prober.meta_modules["counted"].parameters())
+        return found  # type: ignore[no-any-return]
+
+    with pytest.warns(RuntimeWarning, match=r"counted.forward needs tensor values \(NotImplementedError.*once on the CPU"):
+        found = made(lambda _: Counted())
+    assert (found.shape, found.device.type) == ((3, 4), "sim")
+    with pytest.raises(NotImplementedError, match="bincount"):
+        made(None)
+    with pytest.raises(NotImplementedError, match="bincount"):
+        made(lambda _: nn.Linear(1, 1))

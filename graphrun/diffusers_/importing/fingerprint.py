@@ -25,8 +25,9 @@ from graphrun import sim
 from graphrun.diffusers_.call_arguments import describe_arguments
 from graphrun.diffusers_.dry_call import ProbeError
 from graphrun.errors import GraphrunError
+from graphrun.graph.graph import Graph
 from graphrun.modules.trees import walk
-from graphrun.profile.dry_run import HOLLOW_BYTES, Prober
+from graphrun.profile.dry_run import HOLLOW_BYTES, Prober, random_weights
 from graphrun.sim.tensor import SimTensor
 
 
@@ -48,8 +49,8 @@ class FingerprintRun(Prober):
     ``call_locals``: the numbers among the local variables of the function ``observed`` at the last entry into a component.
     """
 
-    def __init__(self, meta_modules: Mapping[str, nn.Module], observed: Callable[..., Any]) -> None:
-        super().__init__(meta_modules)
+    def __init__(self, graph: Graph, meta_modules: Mapping[str, nn.Module], observed: Callable[..., Any]) -> None:
+        super().__init__(meta_modules, weights=random_weights(graph))
         self.entries: list[EntryRecord] = []
         self.call_locals: dict[str, Any] = {}
         self._code = inspect.unwrap(observed).__code__

@@ -5,6 +5,7 @@ From the hub only small files are fetched, never weights. Of weights in a local 
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -72,7 +73,7 @@ def _add_members(found: Found, index: Mapping[str, Any], without: Collection[str
         raise InputError(f"{INDEX}: {wrong[0]!r} cannot be a part's name, which is that of its folder: rename it", found.origin)
     pairs = {name: entry for name, entry in listed.items() if _is_pair(entry)}
     _refuse_unknown(without, pairs, found.origin)
-    absent = [name for name, entry in pairs.items() if entry[0] is None or name in without]
+    absent = [n for n, pair in pairs.items() if pair[0] is None or n in without or _made_by_constructor(found, n, pair)]
     plain = {name: entry for name, entry in listed.items() if name not in pairs}
     for name in (name for name in pairs if name not in absent):
         if several := _several(found, name, pairs[name]):
@@ -82,6 +83,16 @@ def _add_members(found: Found, index: Mapping[str, Any], without: Collection[str
         else:
             _add(found, name, _folder(found), name, pairs[name])
     found.settings = plain_settings(found.kind, plain, absent)
+
+
+def _made_by_constructor(found: Found, name: str, entry: list[str]) -> bool:
+    """Whether the member ``name`` is a scheduler that was not saved: its constructor makes one of fixed settings where none is
+    given."""
+    parameter = inspect.signature(found.kind.__init__).parameters.get(name)
+    if (_folder(found) / name).exists() or parameter is None or parameter.default is not None:
+        return False
+    path = class_in(entry[0], entry[1], found.kind, f"{found.origin}/{name}", found.trust)
+    return hasattr(resolve_class(path, found.trust), "set_timesteps")
 
 
 def _folder(found: Found) -> Path:
@@ -187,7 +198,7 @@ def _add(found: Found, name: str, folder: Path, at: str, entry: list[str], sourc
         )
     path = class_in(entry[0], entry[1], found.kind, where, found.trust)
     file = next((own / file for file in CONFIGS if (own / file).is_file()), None)
-    config = read_json(file) if file is not None else None
+    config = read_json(file, infinite=True) if file is not None else None
     if not is_module(path, found.trust, where):
         found.add(name, path, config, source=source)
         return

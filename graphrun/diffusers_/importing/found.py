@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -78,10 +79,12 @@ class Found:
         """Adds a component, with its ``dtype`` and the reason for it, where the class is a module; else a part.
 
         Keys that diffusers ignores when it loads a saved or live model are left out of its configuration: constructors themselves
-        write such keys (AutoencoderTiny's ``block_out_channels``).
+        write such keys (AutoencoderTiny's ``block_out_channels``). Infinite defaults are left out too, which a graph file cannot
+        hold (``lambda_min_clipped`` of DPMSolverMultistepScheduler).
         """
         kind: Any = resolve_class(class_path, self.trust, self.origin)
-        kept = dict(config or {})
+        usual = {name: parameter.default for name, parameter in inspect.signature(kind.__init__).parameters.items()}
+        kept = {name: v for name, v in (config or {}).items() if v not in (math.inf, -math.inf) or usual.get(name) != v}
         if live is not None:
             self.live[name] = live
         if not issubclass(kind, nn.Module):

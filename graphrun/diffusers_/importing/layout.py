@@ -58,6 +58,7 @@ def call_inputs(
         kept["negative_prompt"] = replace(plain["negative_prompt"], entry={"type": "str", "optional": True})
     inputs: dict[str, Mapping[str, Any]] = {name: kept[name].entry for name in plain if name in kept}
     inputs |= {name: _media_entry(name, inputs, sizes) for name in trial.media}
+    inputs |= {name: _media_entry(name, inputs, sizes) | {"optional": True} for name in trial.offered}
     passed: dict[str, Any] = {}
     for name in inputs:
         parameter = kept[name].parameter if name in kept else name

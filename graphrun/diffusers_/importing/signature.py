@@ -26,7 +26,12 @@ PARAMETERS = {"num_waveforms_per_prompt": "batch"} | NAMES
 NAMED_SIZES = ("height", "width", "num_frames")
 BOUNDED = ("max_sequence_length",)
 # Parameters that take pictures, videos and sound, by patterns for their names.
-MEDIA = {"mask": r"(^|_)masks?(_|$)", "video": r"(^|_)video(_|$)", "audio": r"(^|_)audio$", "image": r"(^|_)images?$"}
+MEDIA = {
+    "mask": r"(^|_)masks?(_|$)",
+    "video": r"(^|_)video(_|$)|^conditioning_frames$",
+    "audio": r"(^|_)audio$",
+    "image": r"(^|_)images?$",
+}
 NOT_MEDIA = re.compile(r"embeds|latents|attention|ip_adapter|per_prompt|_in_s$|_length|guidance|scale|processing|noise|fps")
 # Sizes of media inputs. They may be set whether or not the call has parameters of these names.
 MEDIA_SIZES = ("height", "width", "frames", "rate", "seconds")
@@ -161,6 +166,7 @@ def _entry(kind: type[Any], pipeline: Any, parameter: str, default: Any) -> dict
         return {"type": "float", "default": float(default), "minimum": 0}
     if parameter in ("height", "width"):
         step = divisor(kind, pipeline, parameter)
+        step = 1 if default % step else step  # the code has another size than its checks ask for: it resizes
         return {"type": "int", "default": default, **({"multiple_of": step} if step > 1 else {"minimum": 1})}
     entry: dict[str, Any] = {"type": "int", "default": default, "minimum": 1}
     if parameter in BOUNDED and (most := maximum(kind, pipeline, parameter)) is not None:

@@ -97,8 +97,8 @@ def _sample_size(module: Any) -> int | None:
 def _split(trial: TrialPipeline, plain: Mapping[str, InputSpec], literals: Iterable[str]) -> Layout:
     """Three stages. An input for which they differ from the whole call is left out. Raises NotSplit with a reason against them."""
     parameters, kind = trial.parameters, trial.found.kind
-    if trial.media:
-        raise NotSplit(f"it takes {', '.join(trial.media)}")
+    if media := (*trial.media, *trial.offered):
+        raise NotSplit(f"it takes {', '.join(media)}")
     if not hasattr(kind, "encode_prompt"):
         raise NotSplit("it has no encode_prompt")
     if lacking := [name for name in ("latents", "output_type", "generator") if name not in parameters]:
@@ -110,7 +110,8 @@ def _split(trial: TrialPipeline, plain: Mapping[str, InputSpec], literals: Itera
     if "prompt" not in plain or "steps" not in plain:
         raise NotSplit("it takes no prompt or no number of steps")
     few = {"steps": STEPS}
-    base = {name: PLANNING_TEXT if name == "prompt" else input_spec.default for name, input_spec in plain.items()}
+    base = {name: input_spec.default for name, input_spec in plain.items()}
+    base["prompt"] = plain["prompt"].default or PLANNING_TEXT
     entries = {name: input_spec.entry for name, input_spec in plain.items()}
     call = CallInputs(entries, {}, {}, {name: input_spec.parameter for name, input_spec in plain.items()})
     if "negative_prompt" in plain and _whole(trial, call, base | few) != _whole(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -39,8 +39,8 @@ HAND_WRITTEN = "Where it lacks arguments, give them with --set, or write the sta
 class TrialPipeline:
     """A pipeline with components on meta and real parts, and the prober that all its fingerprint runs share.
 
-    ``media``: parameters that got media in the last successful `find_arguments`. ``whole_runs``: entries by digest of the
-    arguments.
+    ``media``: parameters that got media in the last successful `find_arguments`, ``offered``: those that may get some besides.
+    ``whole_runs``: entries by digest of the arguments.
     """
 
     found: Found
@@ -49,6 +49,7 @@ class TrialPipeline:
     parts: dict[str, Any]
     fingerprint: FingerprintRun
     media: tuple[str, ...] = ()
+    offered: tuple[str, ...] = ()
     output: Any = None  # what the last whole call returned
     whole_runs: dict[Any, tuple[EntryRecord, ...]] = field(default_factory=dict)
 
@@ -149,7 +150,7 @@ def build_trial(found: Found, *, dtype: str = "") -> TrialPipeline:
     components = (replace(component, dtype=dtype or component.dtype) for component in graph.components.values())
     meta_modules = {component.name: meta_module(component, graph.trust) for component in components}
     parts = {name: _part(part, graph, found.live.get(name)) for name, part in graph.parts.items()}
-    return TrialPipeline(found, graph, meta_modules, parts, FingerprintRun(meta_modules, found.kind.__call__))
+    return TrialPipeline(found, graph, meta_modules, parts, FingerprintRun(graph, meta_modules, found.kind.__call__))
 
 
 def _part(part: Part, graph: Graph, live: Any) -> Any:
@@ -163,6 +164,7 @@ def find_arguments(
 ) -> dict[str, Any]:
     """Arguments with which the call runs: the required ones, and as few media as it needs (noted in ``trial.media``).
 
+    Media before the prompt are a pipeline's main input. Where the call runs without them too, they are in ``trial.offered``.
     ``sizes`` are those of the media; ``literals`` are passed as they are. Raises ProbeError where no choice of media works: the
     error of the try that entered most components, the first of these.
     """
@@ -171,7 +173,7 @@ def find_arguments(
     inputs = (each for each in plain.values() if each.default is not None and each.parameter not in left_out)
     arguments = {each.parameter: each.default for each in inputs}
     if "prompt" in parameters:
-        arguments["prompt"] = PLANNING_TEXT
+        arguments.setdefault("prompt", PLANNING_TEXT)
     arguments |= literals
     candidates = {name: kind for name in parameters if name not in literals and (kind := media_kind(name)) is not None}
     required = [
@@ -179,34 +181,46 @@ def find_arguments(
         for name, parameter in parameters.items()
         if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
-    names = list(parameters)  # in a signature, the pipeline's main input comes before the prompt
-    first = names[: names.index("prompt")] if "prompt" in names and not trial.modular else []
-    needed = [name for name in candidates if name in (*required, *first)]
+    names = list(parameters)
+    before = names[: names.index("prompt")] if "prompt" in names and not trial.modular else []
+    needed = [name for name in candidates if name in required]
+    first = [name for name in candidates if name in before and name not in required]
     tensors = [name for name in required if name not in {*arguments, *candidates, "self"}]
     if tensors:
         raise ProbeError(
             f"{trial.found.pipeline} needs {', '.join(tensors)}, which no file holds: import the pipeline that makes it too "
             f"(a combined one), or attach to it (graphrun.attach). {HAND_WRITTEN}"
         )
-    optional = [name for name in candidates if name not in needed]
+    optional = [name for name in candidates if name not in (*needed, *first)]
+    choices = [needed] if first else []
+    choices += _media_choices([*needed, *first], optional)
     failed: ProbeError | None = None
     furthest = -1
     lists = (value for value in trial.found.settings.values() if isinstance(value, list))
     several = max((len(value) for value in lists if str(value[:1]).startswith("['$")), default=1)
     for count in sorted({1, several}):
-        for chosen in _media_choices(needed, optional):
-            pictures = {name: blank(candidates[name], sizes) for name in chosen}
-            given = {**arguments, **{n: p if count == 1 or isinstance(p, list) else [p] * count for n, p in pictures.items()}}
+        for chosen in choices:
+            given = arguments | _blanks(chosen, candidates, sizes, count)
             try:
                 trial.run_whole(given)
             except ProbeError as error:
                 if len(trial.fingerprint.entries) > furthest:
                     failed, furthest = error, len(trial.fingerprint.entries)
                 continue
-            trial.media = tuple(chosen)
+            trial.media, trial.offered = tuple(chosen), ()
+            for name in (name for name in first if name not in chosen):
+                with suppress(ProbeError):
+                    trial.run_whole(given | _blanks([name], candidates, sizes, count))
+                    trial.offered += (name,)
             return given
     assert failed is not None
     raise failed
+
+
+def _blanks(names: Iterable[str], kinds: Mapping[str, str], sizes: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Placeholders for the media ``names``: of several ControlNets, one for each of ``count``."""
+    made = {name: blank(kinds[name], sizes) for name in names}
+    return {name: one if count == 1 or isinstance(one, list) else [one] * count for name, one in made.items()}
 
 
 def _media_choices(needed: Sequence[str], optional: Sequence[str]) -> Iterator[list[str]]:
