@@ -3,8 +3,8 @@
 .venv/bin/python benchmarks/attach_calls.py [--out FILE] [NAME ...]     writes benchmarks/results/attach_calls.json
 
 Tiny pipelines of tests/attach/tiny_pipelines.yaml (of ten families, or those named) on the simulated accelerator, within 95 % of
-their weights' bytes: processor seconds on one thread, the least of three rounds in which both pipelines take turns, so that other work on
-the machine counts little.
+their weights' bytes: processor seconds on one thread, the least of three rounds in which both take turns, so that other work on the
+machine counts little.
 
 first    of the first call, less that of a plain call: dry run, problem, plan
 second   of the second call, with another text where the pipeline takes one, over that of a plain call on the same accelerator
