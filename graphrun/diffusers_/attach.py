@@ -405,7 +405,7 @@ class Attachment:
         finally:
             host.rest(used)
         self._settings = settings_of(self.pipe, leftovers.found)  # what the call itself changed is no change
-        if begins:
+        if begins and not replan.entries:
             self._continued_from_here(planned.solution)  # for the next call of this kind, which then plans nothing
         self.solution, self.replans = solution, tuple(replan.entries)
         self.trace = _without_caller_bytes(trace, reserve_bytes + beside_bytes, handed_out(trace.outputs))
