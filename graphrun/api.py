@@ -18,13 +18,21 @@ RUNS = 100  # of a session by default: enough that the first run, which loads, w
 class Budget:
     """Memory that attached pipelines may take, each by itself or together: ``budget = graphrun.Budget("12G")``, then
     ``graphrun.attach(pipe, budget=budget)`` for each pipeline. Sizes are as for `estimate`; ``vram`` None: what the device has free
-    when a pipeline is attached, less a twentieth.
+    when a pipeline is attached, less a twentieth. Raises InputError for what is no size.
     """
 
     vram: str | int | Sequence[str | int] | None = None
     ram: str | int = "auto"
     pinned: str | int | None = None
     disk: str | int | None = None
+
+    def __post_init__(self) -> None:
+        devices = self.vram.split(",") if isinstance(self.vram, str) else self.vram
+        devices = devices if isinstance(devices, (list, tuple)) else (devices,)
+        given = [("vram", size) for size in devices] + [(name, getattr(self, name)) for name in ("ram", "pinned", "disk")]
+        for name, size in given:
+            if size not in (None, "auto"):
+                parse_size(size, whole_bytes=1 << 62, name=name, least=int(name == "vram"))
 
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ GPUs are sold and reported that way (an "8 GB" card has 8 x 2**30 bytes).
 from __future__ import annotations
 
 import html
+import math
 import re
 from collections.abc import Iterable, Sequence
 
@@ -20,23 +21,23 @@ _MOST = 2.0**62  # bytes; solvers compute with 64 bits
 _SCALE = {"": 1, "k": KIB, "m": MIB, "g": GIB, "t": 2**40}
 
 
-def parse_size(text: str | int, *, whole_bytes: int | None = None, name: str = "size", least: int = 1) -> int:
-    """Number of bytes in ``text``: ``"8G"``, ``"7.5 GiB"``, ``"900M"``, ``"1048576"``, or ``"50%"`` of ``whole_bytes``.
+def parse_size(text: str | float, *, whole_bytes: int | None = None, name: str = "size", least: int = 1) -> int:
+    """Number of bytes in ``text``: ``"8G"``, ``"7.5 GiB"``, ``"900M"``, ``"1048576"``, 8e9, or ``"50%"`` of ``whole_bytes``.
 
     ``name`` is what error messages call the value. Raises InputError when the text is not a size, is less than ``least``, is a
     percentage while ``whole_bytes`` is None, or a number below 1024 without a unit, which was meant to have one.
     """
-    if isinstance(text, float) or (_NUMBER.fullmatch(str(text)) and 0 < float(text) < KIB):
+    if _NUMBER.fullmatch(str(text)) and 0 < float(text) < KIB:
         raise InputError(f"{name}: {text!r} has no unit: did you mean {float(text):g}G?")
-    if isinstance(text, int):
-        nbytes = text
-    elif percent := re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", text):
+    if isinstance(text, (int, float)) and not isinstance(text, bool) and math.isfinite(text):
+        nbytes = int(text)
+    elif percent := re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", str(text)):
         if whole_bytes is None:
             raise InputError(
                 f"{name}: {text!r} is a percentage of a device's memory, but no device is known here; give bytes, such as 8G"
             )
         nbytes = int(min(whole_bytes * float(percent[1]) / 100, _MOST))
-    elif match := _SIZE.fullmatch(text):
+    elif match := _SIZE.fullmatch(str(text)):
         nbytes = int(min(float(match[1]) * _SCALE[match[2].lower()], _MOST))
     else:
         raise InputError(f"{name}: {text!r} is not a size; write it as 8G, 7.5GiB, 900M or a number of bytes")

@@ -34,6 +34,7 @@ import torch
 from graphrun.diffusers_.call_arguments import signature_of
 from graphrun.diffusers_.dry_call import Call, MetaPipeline
 from graphrun.diffusers_.live import (
+    State,
     components_of,
     graph_of,
     merge_shared,
@@ -52,6 +53,7 @@ from graphrun.model.problem import Hardware, Problem
 from graphrun.model.solution import Solution
 from graphrun.modules.dtype_variants import AtRest, DtypeVariant
 from graphrun.modules.interceptor import CallInterceptor, changes_weights, entry_of, refuse_change
+from graphrun.modules.memos import Owned, owned
 from graphrun.profile import hardware as known_hardware
 from graphrun.profile.problems import Limits
 from graphrun.profile.recording import ComponentProfile, DryRun, Event, Recording, StageEnd
@@ -157,9 +159,9 @@ class Attachment:
         self._process = os.getpid()
         self._at_rest = False  # whether a method runs that changes the pipeline; all weights are on the CPU then
         self._detached = self._detach_pending = self._release_pending = False
-        self._state = ""  # the pipeline's `state_of` at the last call
-        self._settings = ""  # `settings_of` after the last call
-        self._stored_state = ("", "")  # `state_of` and `settings_of` when the pipeline changed last
+        self._state: State = []  # the pipeline's `state_of` at the last call
+        self._settings: State = []  # `settings_of` after the last call
+        self._stored_state: tuple[State, State] = ([], [])  # `state_of` and `settings_of` when the pipeline changed last
         self._dry_runs: dict[Any, tuple[DryRun, frozenset[str]]] = {}  # `CallKey.without_reserve` -> dry run, entry signatures
         self._plans: dict[CallKey, PlannedCall] = {}
         self._solutions: dict[str, Solution] = {}  # by digest of the problem
@@ -370,16 +372,18 @@ class Attachment:
 
     def _run_planned(self, call: Call) -> Any:
         host, device, torch_device = self._host, self._device, self._device.torch_device
-        host.begin(changed=self._detect_changes())
+        modules = owned(self._modules)
+        host.begin(changed=self._detect_changes(modules))
         reserve_bytes = device.allocated_bytes - host.held_bytes()  # the caller's own tensors, arguments among them
         key = self._key(call, reserve_bytes)
+        begins = key not in self._plans
         planned = self._plan_for(call, key, reserve_bytes)
         host.lay_out(planned.solution.chosen, self._dtype_variants())
         solution = self._continued_from_here(planned.solution)
         used = {numbers.name for numbers in solution.problem.components}
         replan = _Replan(self, planned.entry_signatures, reserve_bytes)
 
-        leftovers = Leftovers(self.pipe, self._modules, torch_device)
+        leftovers = Leftovers(self.pipe, self._modules, modules, torch_device)
 
         def work() -> dict[str, Any]:
             caches = torch.is_autocast_cache_enabled()
@@ -400,7 +404,9 @@ class Attachment:
             trace = follow(solution, host, device, work, replan=replan, handed_out=handed_out, checked=True)
         finally:
             host.rest(used)
-        self._settings = self._present_settings()  # what the call itself changed is no change
+        self._settings = settings_of(self.pipe, leftovers.found)  # what the call itself changed is no change
+        if begins and not replan.entries:
+            self._continued_from_here(planned.solution)  # for the next call of this kind, which then plans nothing
         self.solution, self.replans = solution, tuple(replan.entries)
         self.trace = _without_caller_bytes(trace, reserve_bytes + beside_bytes, handed_out(trace.outputs))
         if replan.entries and key.without_texts not in self._text_dependent:
@@ -450,17 +456,15 @@ class Attachment:
     def _reinstall_others(self, removed: list[CallInterceptor]) -> None:
         _reinstall([interceptor for interceptor in removed if interceptor is not self._interceptor])
 
-    def _detect_changes(self) -> bool:
-        """Whether the pipeline changed since the last call (VAE tiling, a LoRA, another scheduler). If so, drops all its plans."""
-        state, settings = state_of(self.pipe, self._modules), self._present_settings()
+    def _detect_changes(self, modules: list[Owned]) -> bool:
+        """Whether the pipeline, with ``modules``, changed since the last call (VAE tiling, a LoRA, another scheduler). If so, drops
+        all its plans."""
+        state, settings = state_of(self.pipe, modules), settings_of(self.pipe, modules)
         changed = (state, settings) != (self._state, self._settings)
         if changed:
             self._state, self._settings = self._stored_state = state, settings
             self._forget_calls()
         return changed
-
-    def _present_settings(self) -> str:
-        return settings_of(self.pipe, self._modules)
 
     def _forget_calls(self) -> None:
         vars(self).pop("_meta_pipeline", None)
@@ -527,7 +531,7 @@ class Attachment:
         return dry_run, frozenset(data["entries"])
 
     def _stored_under(self, key: CallKey) -> list[str]:
-        return [*self._stored_state, repr(key.without_reserve)]
+        return [repr(self._stored_state), repr(key.without_reserve)]
 
     def problem(
         self, recording: Recording, reserve_bytes: int, *, once: bool = False, stored: Mapping[str, ComponentProfile] | None = None

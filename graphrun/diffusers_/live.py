@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
 import json
 import types
 from collections import deque
@@ -29,9 +28,9 @@ from graphrun.modules.blocks import held
 from graphrun.modules.compiled import is_compiled, run_as_written
 from graphrun.modules.dtype_variants import DtypeVariant
 from graphrun.modules.interceptor import reduced_as
-from graphrun.modules.memos import DIFFUSERS_HOOKS, MODULE_ATTRIBUTES, has_value
+from graphrun.modules.memos import DIFFUSERS_HOOKS, Owned, has_value
 from graphrun.modules.quantize import normalize_quantized_layers
-from graphrun.modules.trees import PLAIN, may_hold
+from graphrun.modules.trees import PLAIN, may_hold, modules_below
 from graphrun.ops.modular import blocks_in, is_modular_class
 
 # Objects of these packages that are not modules (tokenizers, processors) keep no state of a call: the meta copy shares them.
@@ -39,6 +38,10 @@ SHARED_LIBRARIES = ("transformers", "tokenizers", "sentencepiece")
 
 # Attributes of peft's layers that say which LoRAs a forward computes: one that is fused takes no activation.
 ADAPTER_ATTRIBUTES = ("_active_adapter", "_disable_adapters", "merged_adapters")
+_STATEFUL = frozenset({*ADAPTER_ATTRIBUTES, "_hf_hook", "processor", DIFFUSERS_HOOKS})
+
+State = list[Any]
+"""Plain values, shapes and texts. Compared as they are, since a digest of them would take most of the time of a short call."""
 
 
 def is_modular(pipe: Any) -> bool:
@@ -77,9 +80,9 @@ def components_of(pipe: Any, named: Mapping[str, nn.Module] | None = None) -> di
         return dict(named)
     found: dict[str, nn.Module] = {}
     for name, module in _modules_of(pipe):
-        if all(module is not other for other in found.values()) and any(True for _ in _tensors(module)):
+        if all(module is not other for other in found.values()) and _has_tensors(module):
             found[name if name not in found else f"{name}_{len(found)}"] = module
-    inner = {id(part) for module in found.values() for part in module.modules() if part is not module}
+    inner = {id(part) for module in found.values() for part in modules_below(module)[1:]}
     found = {name: module for name, module in found.items() if id(module) not in inner}
     if not found:
         raise InputError(f"{type(pipe).__name__} holds no module with weights: pass a pipeline with its components")
@@ -139,7 +142,7 @@ def modules_in(program: Any) -> dict[str, nn.Module]:
                 continue
             seen.add(id(value))
             if isinstance(value, nn.Module):
-                if any(True for _ in _tensors(value)):
+                if _has_tensors(value):
                     found[name] = value
             elif isinstance(value, (list, tuple, deque)):
                 look(name, enumerate(value))
@@ -149,24 +152,23 @@ def modules_in(program: Any) -> dict[str, nn.Module]:
                 look(name, vars(value).items())
 
     look("", program.named_children() if isinstance(program, nn.Module) else vars(program).items())
-    inner = {id(part) for module in found.values() for part in module.modules() if part is not module}
+    inner = {id(part) for module in found.values() for part in modules_below(module)[1:]}
     return {name: module for name, module in found.items() if id(module) not in inner}
 
 
-def settings_of(program: Any, modules: Mapping[str, nn.Module]) -> str:
-    """A digest (16 hexadecimal digits) of what a dry run of ``program`` may depend on beside `state_of`, and a call may change too:
-    plain private attributes of its ``modules`` (``_chunk_size``); of a program that is no pipeline of diffusers also plain values
-    and shapes of tensors in its public attributes."""
+def settings_of(program: Any, found: Iterable[Owned]) -> State:
+    """What a dry run of ``program`` may depend on beside `state_of`, and a call may change too: plain private attributes of its
+    modules, ``found`` (``_chunk_size``); of a program that is no pipeline of diffusers also plain values and shapes of tensors in
+    its public attributes."""
     content: list[Any] = [
         (name, number, key, value)
-        for name, module in modules.items()
-        for number, child in enumerate(module.modules())
-        for key, value in vars(child).items()
-        if key[0] == "_" and type(value) in PLAIN and key not in MODULE_ATTRIBUTES
+        for number, (name, _, own) in enumerate(found)
+        for key, value in own.items()
+        if key[0] == "_" and type(value) in PLAIN
     ]
     if not is_pipeline(program):
         content += [(key, signature_of(value, texts=True)) for key, value in sorted(vars(program).items()) if key[0] != "_"]
-    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+    return content
 
 
 def _modules(attributes: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
@@ -179,8 +181,13 @@ def _modules(attributes: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
             yield from _modules({f"{name}_{key}": item for key, item in value.items()})
 
 
+def _has_tensors(module: nn.Module) -> bool:
+    tables = (table for child in module.modules() for table in (child._parameters, child._buffers))
+    return any(tensor is not None for table in tables for tensor in table.values())
+
+
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    for child in module.modules():
+    for child in modules_below(module):
         for tensor in (*child._parameters.values(), *child._buffers.values()):
             if tensor is not None:
                 yield tensor
@@ -364,33 +371,29 @@ def packages_of(pipe: Any, modules: Mapping[str, nn.Module]) -> set[str]:
     return {kind.__module__.partition(".")[0] for kind in kinds} - {"builtins", "collections"}
 
 
-def state_of(pipe: Any, modules: Mapping[str, nn.Module]) -> str:
-    """A digest (16 hexadecimal digits) of the pipeline state that a dry run depends on beside the call's arguments.
+def state_of(pipe: Any, found: Iterable[Owned]) -> State:
+    """The state of the pipeline, with the modules ``found``, that a dry run depends on beside the call's arguments.
 
     That is: classes, plain settings, shapes and dtypes of tensors, hooks, LoRAs, schedulers and guiders. A VAE that now tiles,
-    another scheduler or guider, or a LoRA each give another digest.
+    another scheduler or guider, or a LoRA each give another state.
     """
     content: list[Any] = []
-    for name, module in modules.items():
-        for path, child in module.named_modules():
-            plain = {
-                key: value for key, value in vars(child).items() if isinstance(value, (bool, int, float, str)) and key[0] != "_"
-            }
-            tensors = [
-                (key, t.shape, t.dtype) for own in (child._parameters, child._buffers) for key, t in own.items() if t is not None
-            ]
-            processor = type(getattr(child, "processor", None)).__name__
-            others: list[Any] = [key for key in ("_hf_hook", "_compiled_call_impl") if vars(child).get(key) is not None]
-            hooks = getattr(vars(child).get(DIFFUSERS_HOOKS), "hooks", {})  # the first call makes an empty registry
-            others += [
-                (hook, key, signature_of(value)) for hook, of in hooks.items() for key, value in vars(of).items() if key[0] != "_"
-            ]
-            adapted = [(key, vars(child)[key]) for key in ADAPTER_ATTRIBUTES if key in vars(child)]
-            content.append((name, path, others, type(child).__qualname__, processor, plain, tensors, adapted))
+    for name, child, own in found:
+        content.append((name, type(child).__qualname__, child.training, *child._modules.keys()))
+        content += [(key, value) for key, value in own.items() if key[0] != "_" and isinstance(value, (bool, int, float, str))]
+        for tensors in (child._parameters, child._buffers):
+            content += [(key, t.shape, t.dtype) for key, t in tensors.items() if t is not None]
+        if vars(child).get("_compiled_call_impl") is not None:
+            content.append("_compiled_call_impl")
+        if not _STATEFUL.isdisjoint(own):
+            content += [(key, repr(own[key])) for key in ADAPTER_ATTRIBUTES if key in own]
+            content += [(key, type(own[key]).__name__) for key in ("_hf_hook", "processor") if own.get(key) is not None]
+            hooks = getattr(own.get(DIFFUSERS_HOOKS), "hooks", {})  # the first call makes an empty registry
+            for hook, of in hooks.items():
+                content += [(hook, key, signature_of(value)) for key, value in vars(of).items() if key[0] != "_"]
     for path, owner in pipelines_in(pipe).items():
         for key, value in vars(owner).items():
             if hasattr(value, "set_timesteps") or hasattr(value, "prepare_inputs"):  # schedulers, and guiders of modular pipelines
-                content.append(
-                    (path, key, type(value).__qualname__, sorted(map(str, _plain(getattr(value, "config", {})).items())))
-                )
-    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+                settings = sorted(map(str, _plain(getattr(value, "config", {})).items()))
+                content.append((path, key, type(value).__qualname__, settings))
+    return content

@@ -23,7 +23,7 @@ from graphrun.diffusers_.live import pipelines_in
 from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, Problem
 from graphrun.modules.blocks import held
 from graphrun.modules.dtype_variants import DtypeVariant, DtypeVariants
-from graphrun.modules.memos import MODULE_ATTRIBUTES, HeldAttributes, forget
+from graphrun.modules.memos import HeldAttributes, Owned, on_device, owned
 from graphrun.modules.trees import PLAIN, found_in, may_hold, replace_in, tensors_in
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.host import Host, layout_of
@@ -66,6 +66,7 @@ class LiveHost(Host):
         if self.dtype_variants is not None:
             self.release()
         refuse_movers(self.modules, adapters=True)
+        vars(self).pop("memos", None)  # those of the modules before
         self.residencies = {name: residency for name, residency in self.residencies.items() if name in self.modules}
         self.dtype_variants = DtypeVariants(self.modules, self._leave, self._join)
 
@@ -259,16 +260,17 @@ class Leftovers:
     call (by a callback that fuses projections). Attributes in which modules cached tensors get their value from before the call.
     """
 
-    def __init__(self, pipe: Any, modules: Mapping[str, nn.Module], device: torch.device) -> None:
+    def __init__(self, pipe: Any, modules: Mapping[str, nn.Module], found: list[Owned], device: torch.device) -> None:
+        """``found``: the attributes of ``modules`` before the call."""
         self._pipe, self._modules, self._device = pipe, modules, device
-        children = [child for module in modules.values() for child in module.modules()]
-        attributes = (value for child in children for key, value in vars(child).items() if key not in MODULE_ATTRIBUTES)
-        helpers = filter(may_hold, attributes)
-        self._weights = {child: {*child._parameters, *child._buffers} for child in children}
-        self._caches = [HeldAttributes(holder) for holder in {id(h): h for h in (*children, *helpers)}.values()]
+        self.found = found  # after `clear`, those after the call
+        self._weights = {id(child): {*child._parameters, *child._buffers} for _, child, _ in found}
+        self._before = {id(child): HeldAttributes(child, own) for _, child, own in found}
+        helpers = (value for _, _, own in found for value in own.values() if type(value) not in PLAIN and may_hold(value))
+        self._helpers = {id(helper): HeldAttributes(helper, {**vars(helper)}) for helper in helpers}
         self._kept: Any = WeakTensorKeyDictionary()  # used as a set; holds no tensor alive
-        held = found_in(self._parts(), torch.Tensor)
-        self._kept.update((tensor, None) for tensor in held if tensor.device.type == device.type)
+        tensors = found_in(self._parts(), torch.Tensor)
+        self._kept.update((tensor, None) for tensor in tensors if tensor.device.type == device.type)
 
     def clear(self) -> None:
         """Removes everything that the call put on the device."""
@@ -279,23 +281,30 @@ class Leftovers:
                 return tensor
             return moved.setdefault(id(tensor), tensor.cpu())
 
+        def restore(attributes: HeldAttributes, keys: Collection[str]) -> None:
+            table = vars(attributes.holder)
+            for key in keys:
+                attributes.restore(key)
+                if key in table:  # an object that was there before, which got tensors
+                    table[key] = replace_in(table[key], to_host, seen)
+
         seen = set[int]()
         for part in self._parts():
             replace_in(part, to_host, seen)
-        for child in (child for module in self._modules.values() for child in module.modules()):
+        self.found, changed = owned(self._modules), False
+        for _, child, own in self.found:
             tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
             for table in tables:
-                for key, tensor in list(table.items()):
-                    if key not in self._weights.get(child, ()) and device_bytes(tensor, self._device):
-                        table[key] = _own_copy(tensor)
-        for attributes in self._caches:
-            held = vars(attributes.holder)
-            for key, value in list(held.items()):
-                if key not in MODULE_ATTRIBUTES and type(value) not in PLAIN and device_bytes(value, self._device):
-                    attributes.restore(key)
-                    if key in held:  # an object that was there before, which got tensors
-                        held[key] = replace_in(held[key], to_host, seen)
-        forget(self._modules.values())
+                for key in table.keys() - self._weights.get(id(child), ()):
+                    if device_bytes(table[key], self._device):
+                        table[key] = _own_copy(table[key])
+            if (keys := on_device(own)) and id(child) in self._before:
+                restore(self._before[id(child)], keys)
+                changed = True
+        for attributes in self._helpers.values():
+            restore(attributes, on_device(vars(attributes.holder)))
+        if changed:
+            self.found = owned(self._modules)
 
     def _parts(self) -> list[dict[str, Any]]:
         """The attributes of the pipelines; those of their components, which are modules, are not reached from them."""

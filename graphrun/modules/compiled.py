@@ -25,7 +25,7 @@ class Handle(Protocol):
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether calls of ``module`` run code that `torch.compile` made for it."""
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def compile_blocks(module: nn.Module, paths: Iterable[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.utils.weight_norm import WeightNorm
 
-from graphrun.modules.trees import LIBRARIES, PLAIN, found_in, may_hold, replace_in
+from graphrun.modules.trees import LIBRARIES, PLAIN, found_in, may_hold, modules_below, replace_in
 
 # The attribute with diffusers' hooks on a module. What they keep is the state of a call, which later calls need until the pipeline
 # resets it.
@@ -24,21 +24,33 @@ DIFFUSERS_HOOKS = "_diffusers_hook"
 
 # Attributes that every module has. None of them is a tensor that a call left behind.
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-_WITHOUT_HELPERS = MODULE_ATTRIBUTES | {DIFFUSERS_HOOKS}
+
+Owned = tuple[str, nn.Module, dict[str, Any]]
+"""A component's name, a module in it, and the attributes of that besides those that every module has."""
 
 
-def memos(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
+def owned(modules: Mapping[str, nn.Module]) -> list[Owned]:
+    """Every module in ``modules`` with its attributes now."""
+    return [
+        (name, child, {key: value for key, value in vars(child).items() if key not in MODULE_ATTRIBUTES})
+        for name, module in modules.items()
+        for child in modules_below(module)
+    ]
+
+
+def memos(modules: Mapping[str, nn.Module]) -> tuple[Any, ...]:
     """The caches of ``modules``, each emptied by its ``cache_clear()``: caches of methods, weights of `WeightNorm`, and tensors
     that helper objects put on the device after this call.
     """
-    children = [inner for module in modules for inner in module.modules()]
+    found = owned(modules)
+    children = [child for _, child, _ in found]
     kinds: set[Any] = {type(child) for child in children}
     caches = {id(cache): cache for kind in kinds for cache in _caches_of(kind)}
     hooks = [(child, hook) for child in children for hook in child._forward_pre_hooks.values()]
     computed = (_NormalizedWeight(child, hook.name) for child, hook in hooks if isinstance(hook, WeightNorm))
-    attributes = ((key, value) for child in children for key, value in vars(child).items() if key not in _WITHOUT_HELPERS)
-    helpers = {id(value): value for _, value in attributes if is_helper(value)}
-    return *caches.values(), *computed, *map(HeldAttributes, helpers.values())
+    values = (value for _, _, held in found for key, value in held.items() if type(value) not in PLAIN and key != DIFFUSERS_HOOKS)
+    helpers = {id(value): value for value in values if is_helper(value)}
+    return *caches.values(), *computed, *(HeldAttributes(helper, {**vars(helper)}) for helper in helpers.values())
 
 
 def is_helper(value: Any) -> bool:
@@ -48,7 +60,7 @@ def is_helper(value: Any) -> bool:
     return type(value).__module__.startswith(LIBRARIES) and may_hold(value)
 
 
-def forget(modules: Iterable[nn.Module]) -> None:
+def forget(modules: Mapping[str, nn.Module]) -> None:
     """Empties the caches of ``modules`` and of the modules in them, such as Qwen-Image's tables of rotary frequencies."""
     for memo in memos(modules):
         memo.cache_clear()
@@ -69,13 +81,11 @@ class _NormalizedWeight:
 
 
 class HeldAttributes:
-    """The attributes of ``holder``, a module or a helper object, with the values that they have now."""
+    """``attributes`` of ``holder``, a module or a helper object, with the values that they have now. Keeps ``attributes``."""
 
-    def __init__(self, holder: Any) -> None:
-        self.holder = holder
-        found = ((key, value) for key, value in vars(holder).items() if key not in MODULE_ATTRIBUTES)
-        # name -> (value, a copy of it if it is a container)
-        self._before = {key: (v, v.copy() if isinstance(v, (list, dict, deque)) else None) for key, v in found}
+    def __init__(self, holder: Any, attributes: Mapping[str, Any]) -> None:
+        self.holder, self._before = holder, attributes
+        self._contents = {key: value.copy() for key, value in attributes.items() if isinstance(value, (list, dict, deque))}
 
     def restore(self, key: str) -> None:
         """Gives the attribute its earlier value, or removes it where there was none."""
@@ -83,18 +93,23 @@ class HeldAttributes:
         if key not in self._before:
             del table[key]
             return
-        table[key], content = self._before[key]
+        table[key], content = self._before[key], self._contents.get(key)
         if content is not None:
             table[key].clear()
             table[key].update(content) if isinstance(content, dict) else table[key].extend(content)
 
     def cache_clear(self) -> None:
         """Restores every attribute that is on the device. What was on the device before, too, moves to the CPU."""
-        for key, value in list(vars(self.holder).items()):
-            if key not in MODULE_ATTRIBUTES and type(value) not in PLAIN and _on_device(value):
-                self.restore(key)
-                if _on_device(vars(self.holder).get(key)):
-                    vars(self.holder)[key] = replace_in(vars(self.holder)[key], torch.Tensor.cpu)
+        table = vars(self.holder)
+        for key in on_device({key: value for key, value in table.items() if key not in MODULE_ATTRIBUTES}):
+            self.restore(key)
+            if on_device({key: table.get(key)}):
+                table[key] = replace_in(table[key], torch.Tensor.cpu)
+
+
+def on_device(attributes: Mapping[str, Any]) -> list[str]:
+    """Names of those of ``attributes`` that hold tensors on a device."""
+    return [key for key, value in attributes.items() if type(value) not in PLAIN and _on_device(value)]
 
 
 def _on_device(value: Any) -> bool:

@@ -17,6 +17,22 @@ LIBRARIES = ("diffusers", "transformers")
 Change = Callable[[Any], Any]
 
 
+def modules_below(module: nn.Module) -> list[nn.Module]:
+    """``module`` and the modules inside it, each once, in the order of `nn.Module.modules`, but without its nested
+    generators, which take most of the time of a loop."""
+    found: dict[int, nn.Module] = {}
+
+    def add(module: nn.Module) -> None:
+        if id(module) not in found:
+            found[id(module)] = module
+            for child in module._modules.values():
+                if child is not None:
+                    add(child)
+
+    add(module)
+    return list(found.values())
+
+
 def walk(value: Any, change: Change, kind: type[Any] = torch.Tensor) -> Any:
     """A copy of ``value`` with ``change`` applied to every tensor in it, or to every instance of ``kind``.
 

@@ -207,7 +207,7 @@ class Prober:
             call, result, kept = self._record(module, units, proceed, args, kwargs, device)
             if picked := routed_lists(units, call.entered):
                 self.routed[component] |= picked
-                forget([module])
+                forget({"": module})
                 units = block_paths(module, self.routed[component])
                 call, result, kept = self._record(module, units, proceed, args, kwargs, device)
             if (
@@ -216,7 +216,7 @@ class Prober:
                 again, *_ = self._record(module, units, proceed, args, kwargs, device, kept)
                 call = _with_state_before(call, again)
         finally:
-            forget([module])
+            forget({"": module})
         input_bytes = sum(
             round_up(t.untyped_storage().nbytes(), ROUND_BYTES)
             for t in {id(t): t for t in tensors_in((args, kwargs))}.values()

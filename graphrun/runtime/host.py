@@ -19,7 +19,7 @@ from graphrun.model.problem import ComponentNumbers, Granularity, Problem, Varia
 from graphrun.modules.build import build_part, draft, meta_modules
 from graphrun.modules.compiled import compile_blocks
 from graphrun.modules.dtype_variants import DtypeVariants
-from graphrun.modules.memos import HeldAttributes, memos
+from graphrun.modules.memos import HeldAttributes, memos, owned
 from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.quantize import ill_suited
 from graphrun.modules.source_files import origin_of
@@ -117,14 +117,17 @@ class Host:
     @functools.cached_property
     def memos(self) -> tuple[Any, ...]:
         """Caches in the modules (functools.cache and the like) that hold tensors and are cleared between phases."""
-        return memos(self.modules.values())
+        return memos(self.modules)
 
     @functools.cached_property
     def held_attributes(self) -> tuple[HeldAttributes, ...]:
         """The attributes of all modules, in which stages may leave tables on the device. Without those of bitsandbytes' layers,
         which are a part of their weights."""
-        children = (child for module in self.modules.values() for child in module.modules())
-        return tuple(HeldAttributes(of) for of in children if not any("bitsandbytes" in kind.__module__ for kind in type(of).mro()))
+        return tuple(
+            HeldAttributes(child, held)
+            for _, child, held in owned(self.modules)
+            if not any("bitsandbytes" in kind.__module__ for kind in type(child).mro())
+        )
 
     def prepare(self, used: Collection[str] | None = None) -> None:
         """Reads the backing stores that are there before the run (no action of the plan reads them), and allocates bounce buffers.

@@ -56,9 +56,13 @@ class _Entry:
         view = flat.as_strided(self.template.shape, self.strides, offset)
         if not isinstance(self.template, nn.Parameter):
             return view
-        made = nn.Parameter(view, requires_grad=False)
+        if type(view) is torch.Tensor:
+            made: Any = nn.Parameter(view, requires_grad=False)
+        else:  # `nn.Parameter` does the same with tensors of other classes, after one more operator that detaches them
+            made = view
+            made._is_param = True
         made.__dict__.update(self.template.__dict__)
-        return made
+        return made  # type: ignore[no-any-return]
 
 
 @dataclass(slots=True)
@@ -67,6 +71,8 @@ class _Block:
     entries: tuple[_Entry, ...]
     states: tuple[Any, ...]  # `state` of 8-bit layers, which keeps a tensor of the last call
     buffer: torch.Tensor | None = None
+    views: tuple[torch.Tensor, ...] = ()  # of the entries in ``buffer``, once they were bound there
+    bound: bool = False  # whether the module has views of a device buffer
 
     def views_in(self, buffer: torch.Tensor) -> Iterator[tuple[_Entry, torch.Tensor]]:
         """Each entry with its view in ``buffer`` (flat uint8, one block). Only two operators per tensor, since streamed blocks are
@@ -201,13 +207,13 @@ class Residency:
         """
         assert isinstance(self.backing_store, Arena)
         return self.backing_store.memory is not None and all(
-            getattr(location.owner, location.kind).get(location.key) is entry.host
-            and entry.host.data_ptr() == self.backing_store.block(path).data_ptr() + entry.offset
+            entry.host.data_ptr() == start + entry.offset
             and entry.host.dtype == entry.template.dtype
+            and all(getattr(of.owner, of.kind).get(of.key) is entry.host for of in entry.locations)
             for path, block in self._blocks.items()
+            for start in (self.backing_store.block(path).data_ptr(),)
             for entry in block.entries
             if entry.nbytes
-            for location in entry.locations
         )
 
     def nbytes(self, path: str) -> int:
@@ -270,12 +276,22 @@ class Residency:
 
     def bind(self, path: str, buffer: torch.Tensor) -> None:
         """Makes the tensors of block ``path`` views of ``buffer``."""
-        for entry, view in self._blocks[path].views_in(buffer) if self.joined else ():
+        block = self._blocks[path]
+        if not self.joined:
+            return
+        block.bound = True
+        if buffer is not block.buffer:
+            for entry, view in block.views_in(buffer):
+                entry.put(view)
+            return
+        block.views = block.views or tuple(view for _, view in block.views_in(buffer))
+        for entry, view in zip(block.entries, block.views, strict=True):
             entry.put(view)
 
     def unbind(self, path: str) -> None:
         """Makes the tensors of block ``path`` those of the backing store again, or meta tensors where there is none in RAM."""
         block = self._blocks[path]
+        block.bound = False
         for entry in block.entries if self.joined else ():
             entry.put(entry.host)
         for state in block.states:
@@ -283,8 +299,9 @@ class Residency:
 
     def leave(self) -> None:
         """Call before the module gets the tensors of another dtype variant. Loaded blocks stay on the device until evicted."""
-        for path in self._blocks:
-            self.unbind(path)
+        for path, block in self._blocks.items():
+            if block.bound:
+                self.unbind(path)
         self.joined = False
 
     def join(self) -> None:
@@ -305,9 +322,10 @@ class Residency:
 
     def evict(self, path: str) -> None:
         """Releases the device copy of block ``path``. No bytes are copied, since weights are read-only. Call after a barrier."""
-        self.unbind(path)
+        if self._blocks[path].bound:
+            self.unbind(path)
         self._arrivals.pop(path, None)
-        self._blocks[path].buffer = None
+        self._blocks[path].buffer, self._blocks[path].views = None, ()
 
     def release(self) -> None:
         """Evicts every block, also after a failure."""

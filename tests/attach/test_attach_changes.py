@@ -19,6 +19,7 @@ from tiny_pipelines import cases, picture, tiny
 import graphrun
 from graphrun.diffusers_.residence import Leftovers
 from graphrun.errors import InputError
+from graphrun.modules.memos import owned
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.sim import Machine
 
@@ -305,7 +306,8 @@ def test_a_leftover_at_the_address_of_an_object_from_before_the_call_goes_to_the
     with device.machine:
         pipe.scheduler.before, pipe.scheduler.stays = [torch.zeros(8, device="sim")], [torch.ones(8, device="sim")]
         tensor = torch.zeros(8, device="sim")
-        leftovers = Leftovers(pipe, {"vae": pipe.vae}, device.torch_device)
+        modules = {"vae": pipe.vae}
+        leftovers = Leftovers(pipe, modules, owned(modules), device.torch_device)
         address, lists = id(pipe.scheduler.__dict__.pop("before")), [[tensor]]
         while id(lists[-1]) != address and len(lists) < 1000:
             lists.append([tensor])

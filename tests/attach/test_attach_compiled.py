@@ -143,13 +143,17 @@ def test_a_plan_that_moves_parts_of_a_compiled_block_is_refused() -> None:
 
 
 def test_compiled_blocks_run_as_written_on_the_simulated_accelerator() -> None:
+    """However many calls of however many sizes there are, none of them compiles. PyTorch has no compiler for ``sim``, and refuses
+    the plain compiled pipeline there."""
     pipe, own = FLUX.build(), Compilations()
-    want = called(pipe, 0)
+    want = [called(pipe, number) for number in range(2)]
     repeated(pipe, own)
     with attach(pipe, **STREAMED, device=SimulatedDevice(Machine())):
-        assert equal(called(pipe, 0), want)
+        for number in (0, 1, 2):
+            image = called(pipe, number)
+            assert number == 2 or equal(image, want[number])
     assert own.count == 0
-    assert equal(called(pipe, 0), want)
+    assert equal(called(pipe, 0), want[0])
     assert own.count > 0
 
 

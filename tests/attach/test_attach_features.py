@@ -16,6 +16,7 @@ from tiny_pipelines import PROMPT, cases, checked_peak_bytes
 
 import graphrun
 from graphrun.diffusers_.live import components_of, settings_of, state_of
+from graphrun.modules.memos import owned
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.sim import Machine
 
@@ -156,9 +157,9 @@ def test_a_cache_that_is_on_before_is_known_and_another_setting_is_a_change() ->
 def test_what_modules_keep_in_private_attributes_is_a_setting() -> None:
     pipe = CASES["StableDiffusion3Pipeline"].build()
     modules = components_of(pipe)
-    before = state_of(pipe, modules), settings_of(pipe, modules)
+    before = state_of(pipe, owned(modules)), settings_of(pipe, owned(modules))
     chunked(pipe)
-    assert (state_of(pipe, modules), settings_of(pipe, modules)) != before
+    assert (state_of(pipe, owned(modules)), settings_of(pipe, owned(modules))) != before
 
 
 def test_every_feature_is_documented() -> None:

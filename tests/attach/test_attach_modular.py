@@ -13,6 +13,7 @@ from tiny_pipelines import checked_peak_bytes, modular
 import graphrun
 from graphrun.diffusers_.live import components_of, state_of
 from graphrun.errors import InputError
+from graphrun.modules.memos import owned
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.sim import Machine
 
@@ -55,10 +56,10 @@ def test_output_peak_and_baseline_of_a_modular_pipeline(name: str) -> None:
 def test_another_guider_is_another_state() -> None:
     """It needs another plan: without guidance the UNet is entered once a step."""
     pipe = modular("StableDiffusionXLPipeline")
-    before = state_of(pipe, components_of(pipe))
-    assert state_of(pipe, components_of(pipe)) == before
+    before = state_of(pipe, owned(components_of(pipe)))
+    assert state_of(pipe, owned(components_of(pipe))) == before
     pipe.update_components(guider=d.ClassifierFreeGuidance(guidance_scale=1.0))
-    assert state_of(pipe, components_of(pipe)) != before
+    assert state_of(pipe, owned(components_of(pipe))) != before
 
 
 def test_a_components_manager_that_moves_weights_is_refused() -> None:

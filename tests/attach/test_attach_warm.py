@@ -14,6 +14,7 @@ from diffusers import StableDiffusionImg2ImgPipeline
 from test_attach_changes import CHANGES, NAMES, image_to_image, new_data, sharing
 from test_attach_pipelines import equal, weight_bytes
 from tiny_pipelines import PROMPT, Case, cases
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphrun
 from graphrun.diffusers_.attach import Attachment
@@ -86,15 +87,35 @@ def test_what_fits_is_moved_once_and_the_report_says_what_a_call_finds_and_leave
 
 
 def test_a_plan_is_checked_once_for_all_calls(roomy: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first call's, and that of the calls that find what it left."""
+    """In the first call: its own, and that of the calls that find what it left. Those check and plan nothing."""
     checked: list[Any] = []
     monkeypatch.setattr("graphrun.runtime.executor.check", lambda problem, plan: checked.append(plan) or check(problem, plan))
     counts = []
     for _ in range(4):
         roomy.call()
         counts.append(len(checked))
-    assert counts[1:] == [2, 2, 2]
+    assert counts == [2, 2, 2, 2]
     assert checked[0] != checked[1] == roomy.attached.solution.plan  # type: ignore[union-attr]
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_where_all_fits_a_further_call_runs_hardly_more_operators_than_the_plain_pipeline(roomy: Warm) -> None:
+    """None for each weight: what stays loaded is bound again as it was."""
+    roomy.call()
+    with Operators() as own:
+        SD.call(roomy.pipe)
+    with Operators() as plain:
+        SD.call(roomy.plain)
+    assert own.count <= plain.count + 30 < plain.count + len(list(roomy.pipe.unet.parameters()))
 
 
 def test_what_does_not_fit_moves_what_the_plan_says_and_less_than_from_an_empty_device() -> None:
@@ -236,6 +257,8 @@ def test_a_call_inside_the_call_of_another_pipeline_leaves_nothing(roomy: Warm) 
         ({"vram": 8}, r"vram: 8 has no unit: did you mean 8G\?"),
         ({"vram": "8"}, r"vram: '8' has no unit: did you mean 8G\?"),
         ({"vram": 8.0}, r"vram: 8\.0 has no unit: did you mean 8G\?"),
+        ({"vram": True}, "vram: True is not a size; write it as 8G"),
+        ({"vram": float("nan")}, "vram: nan is not a size; write it as 8G"),
         ({"vram": "1G", "between_calls": "cold"}, "between_calls 'cold': it is warm or empty"),
         ({"vram": "1G", "budget": graphrun.Budget("1G")}, "leave those out"),
         ({}, "no memory of its own: give vram"),
@@ -246,6 +269,14 @@ def test_a_call_inside_the_call_of_another_pipeline_leaves_nothing(roomy: Warm) 
 def test_arguments_that_mean_nothing_are_refused_at_once(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         graphrun.attach(SD.build(), device="sim", **options)
+
+
+@pytest.mark.parametrize(("sizes", "message"), [((8,), r"vram: 8 has no unit: did you mean 8G\?"), (("8G", "many"), "ram: 'many'")])
+def test_a_budget_of_what_is_no_size_is_refused_when_it_is_made(sizes: Any, message: str) -> None:
+    for whole in ("24G,12G", ["24G", "12G"], "50%", 8e9, None, "auto"):
+        graphrun.Budget(whole, "auto", 0)
+    with pytest.raises(InputError, match=message):
+        graphrun.Budget(*sizes)
 
 
 def test_choices_of_plan_are_those_of_attach() -> None:

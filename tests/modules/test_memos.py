@@ -40,7 +40,7 @@ def test_cached_results_of_methods_are_freed_wrapped_or_not() -> None:
     module = Outer()
     kept = [weakref.ref(module.rotary.plain()), weakref.ref(module.rotary.again())]
     assert all(reference() is not None for reference in kept)
-    forget([module])
+    forget({"": module})
     gc.collect()
     assert [reference() for reference in kept] == [None, None]
 
@@ -63,7 +63,7 @@ def test_tables_of_a_helper_object_are_restored() -> None:
     module = nn.Module()
     module.rotary = Tables()
     with sim.Machine() as machine:
-        kept = memos([module])
+        kept = memos({"": module})
         for _ in range(2):
             module.rotary.to(sim.device)
             assert machine.allocated_bytes == 3 * 512
@@ -73,6 +73,6 @@ def test_tables_of_a_helper_object_are_restored() -> None:
         assert module.rotary.later is None
         assert [table.tolist() for table in module.rotary.first] == [[0.0, 1.0, 2.0, 3.0]]
         module.rotary.to(sim.device)
-        forget([module])  # called after the tables were created: they move to the host
+        forget({"": module})  # called after the tables were created: they move to the host
         assert machine.allocated_bytes == 0
         assert module.rotary.later[1].device.type == "cpu"
