@@ -11,7 +11,7 @@ import typer
 
 from graphrun.batch.requests import Request, read_requests, refuse_broken, resolved
 from graphrun.batch.watch import Watcher
-from graphrun.cli.common import budgeted, hardware_for, load, say, show
+from graphrun.cli.common import budgeted, hardware_for, say, show
 from graphrun.cli.downloads import asked_for, downloaded
 from graphrun.cli.options import Asked
 from graphrun.cli.placing import cluster_of
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def run_batch(
-    source: Path,
+    graph: Graph,
     asked: Asked,
     inputs: Path | None,
     output: list[str] | None,
@@ -43,11 +43,11 @@ def run_batch(
     trace_file: Path | None = None,
     **options: Any,
 ) -> None:
-    """Runs the requests in the file ``inputs``, or a single one, and shows the results. ``options`` are as for `graphrun.run_many`.
+    """Runs ``graph`` for the requests in the file ``inputs``, or for a single one, and shows the results. ``options`` are as for
+    `graphrun.run_many`.
 
     Exits with 2 where requests were left out.
     """
-    graph = load(source, asked)
     requests = read_requests(inputs) if inputs is not None else [Request(1, {}, where="the inputs")]
     found = resolved(requests, graph, asked.inputs)
     if all(request.error for request in found):
