@@ -19,6 +19,7 @@ from graphrun.cli.running import Stop, files_for, refuse_rate, saved, stopping
 from graphrun.errors import InputError, Interrupted
 from graphrun.graph.graph import Graph
 from graphrun.many import run_many
+from graphrun.profile.several import per_device
 from graphrun.report import plan_files as planfile
 from graphrun.report.outputs import Files, named, refuse_there
 from graphrun.report.progress import BatchProgress
@@ -54,8 +55,8 @@ def run_batch(
         refuse_broken(found)  # before torch is imported
     arguments = asked.estimate_arguments
     if cluster is None:
-        hardware = hardware_for(asked.hardware, asked.device, True, cache)
-        arguments |= {"vram": budgeted(asked, hardware).vram, "hardware": hardware}
+        cards = [hardware_for(of.hardware, of.device, True, cache) for of in per_device(asked.vram, asked.hardware, asked.device)]
+        arguments |= {"vram": budgeted(asked, cards[0]).vram, "hardware": cards}
     else:
         alike = ("allow", "keep", "exclude", "pin", "reserve", "until")
         arguments = {"cluster": cluster_of(cluster, asked), **{name: arguments[name] for name in alike}}
