@@ -60,6 +60,7 @@ def test_the_compute_rate_weights_products_and_attention_as_flux_does(tmp_path: 
             self.clock += {"matmul": 1.0, "attention": 2.0, "block": 3.0, "compiled block": 2.0}[kind]
             return 744.0
 
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)
     monkeypatch.setattr(measuring, "_open", lambda kind: (devices.simulated(), Card()))
     measured, _ = measuring.calibrate("cpu", tmp_path, allowed_seconds=0.05)
     rates = measured.h2d_bytes_per_second, measured.d2h_bytes_per_second, measured.pageable_bytes_per_second, measured.bidirectional
@@ -89,6 +90,8 @@ def test_what_compiling_gains_is_not_measured_where_nothing_can_be_compiled(
 ) -> None:
     with pytest.raises(InputError, match="no compiler for the simulated accelerator: leave out --compiled"):
         measuring.calibrate("sim", tmp_path, compiled=True)
+
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)
 
     class WithoutCompiler(measuring.Processor):
         def compute(self, kind: str) -> float:
