@@ -60,7 +60,6 @@ def test_the_compute_rate_weights_products_and_attention_as_flux_does(tmp_path: 
             self.clock += {"matmul": 1.0, "attention": 2.0, "block": 3.0, "compiled block": 2.0}[kind]
             return 744.0
 
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)
     monkeypatch.setattr(measuring, "_open", lambda kind: (devices.simulated(), Card()))
     measured, _ = measuring.calibrate("cpu", tmp_path, allowed_seconds=0.05)
     rates = measured.h2d_bytes_per_second, measured.d2h_bytes_per_second, measured.pageable_bytes_per_second, measured.bidirectional
@@ -69,7 +68,8 @@ def test_the_compute_rate_weights_products_and_attention_as_flux_does(tmp_path: 
     assert measured.copy_start_seconds == pytest.approx(0.5), "what 512 bytes take beyond their 5.12 s"
     assert measured.flops_per_second == pytest.approx(744 / (0.595 / 0.744 + 2 * 0.149 / 0.744))
     assert measured.compiled_gain == 0, "nobody asked for it"
-    measured, _ = measuring.calibrate("cpu", tmp_path, allowed_seconds=0.05, compiled=True)
+    with torch._dynamo.config.patch(disable=False):
+        measured, _ = measuring.calibrate("cpu", tmp_path, allowed_seconds=0.05, compiled=True)
     assert measured.compiled_gain == pytest.approx(1.5)
 
 
@@ -85,22 +85,18 @@ def test_what_compiling_gains_is_measured_with_the_compiler_of_the_device() -> N
     torch.compiler.reset()
 
 
-def test_what_compiling_gains_is_not_measured_where_nothing_can_be_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_compiling_gains_is_not_measured_where_nothing_can_be_compiled(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no compiler for the simulated accelerator: leave out --compiled"):
         measuring.calibrate("sim", tmp_path, compiled=True)
-
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)
 
     class WithoutCompiler(measuring.Processor):
         def compute(self, kind: str) -> float:
             raise torch._inductor.exc.InvalidCxxCompiler
 
-    with pytest.raises(InputError, match=r"blocks cannot be compiled here \(No working C\+\+ compiler found.*leave out --compiled"):
+    what = r"blocks cannot be compiled here \(No working C\+\+ compiler found.*leave out --compiled"
+    with torch._dynamo.config.patch(disable=False), pytest.raises(InputError, match=what):
         measuring.compiled_gain(WithoutCompiler(), 0.05)
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)
-    with pytest.raises(InputError, match="switched off by TORCHDYNAMO_DISABLE=1"):
+    with torch._dynamo.config.patch(disable=True), pytest.raises(InputError, match="switched off by TORCHDYNAMO_DISABLE=1"):
         measuring.compiled_gain(measuring.Processor(), 0.05)
 
 
