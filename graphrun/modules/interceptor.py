@@ -14,7 +14,7 @@ part of the component that is called is named by the call's *entry*:
 
 - ``module.device`` returns the interceptor's device. Where the parameters are does not matter: the plan decides where a component
   computes.
-- The parameters and buffers that code outside lists (``next(module.parameters()).device``, as Cosmos 3 does) report that device too.
+- Parameters and buffers that code outside lists (``next(module.parameters()).device``, as Cosmos 3 does) report that device too.
 - ``module.to(device)`` does nothing if that is the interceptor's device, since pipelines move components there. It does nothing
   either if code outside a component moves it to the CPU, as pipelines do to offload it. Any other move is refused. A cast is
   refused unless ``casts`` carries it out.
@@ -333,7 +333,7 @@ class _Reporting(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     reported: torch.device
-    device = property(lambda tensor: tensor.reported)  # type: ignore[assignment]
+    device = property(lambda tensor: tensor.reported)
 
 
 def _reporting(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
