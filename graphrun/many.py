@@ -64,6 +64,7 @@ def run_many(
     from graphrun.batch.watch import Watcher as NoWatcher
     from graphrun.profile.hardware_profiles import chosen
     from graphrun.profile.host_ram import ram_budget
+    from graphrun.profile.several import per_device
 
     until = budgets.pop("until", None)
     graph = graph.until(until)
@@ -84,17 +85,17 @@ def run_many(
             if objective not in ("throughput", "latency"):
                 raise InputError(f"objective {objective!r} is not known; it is throughput or latency")
             devices = cluster if isinstance(cluster, Cluster) else read_cluster(Path(cluster), cache)
-            hardware = None
+            cards = list[Any]()
             elsewhere = stack.enter_context(OnCluster(devices, objective, cache, budgets))
             device_name = devices.label
         else:
-            hardware = chosen(budgets.pop("hardware", None), cache)
-            device_name = hardware.label
+            cards = [chosen(of.hardware, cache) for of in per_device(budgets.get("vram"), budgets.pop("hardware", None))]
+            device_name = cards[0].label
             # "auto" is resolved once: what is left changes during the batch
             budgets["ram"] = ram_budget(budgets.get("ram", "auto"), (modules or {}).values())
 
         def estimated(values: Mapping[str, Any]) -> Problem:
-            return api.estimate(graph, inputs=values, hardware=hardware, cache=cache, **budgets)
+            return api.estimate(graph, inputs=values, hardware=cards, cache=cache, **budgets)
 
         def output_cache(values: Mapping[str, Any]) -> Reuse:
             assert cache is not None

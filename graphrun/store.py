@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -177,15 +177,15 @@ def advice_for(problem: Problem, solution: Solution, options: Callable[[], Itera
     return worthwhile(found, solution)
 
 
-def frontier_for(problem: Problem, budgets: Iterable[int], store: Store | None) -> Frontier:
+def frontier_for(problem: Problem, budgets: Iterable[int], store: Store | None, device: int = 0) -> Frontier:
     """`graphrun.solve.frontier.frontier`, with plans read from ``store`` and kept there: that of a smaller budget too, where it is
     the faster one."""
-    from graphrun.solve.frontier import frontier  # imports highspy
+    from graphrun.solve.frontier import at_budget, frontier  # imports highspy
 
-    points = frontier(problem, budgets, lambda of: fitting_for(of, store))
+    points = frontier(problem, budgets, lambda of: fitting_for(of, store), device)
     for point in points:
         if point.solution is not None:
-            keep_plan(replace(problem, budget_bytes=point.budget_bytes), point.solution, store)
+            keep_plan(at_budget(problem, point.budget_bytes, device), point.solution, store)
     return points
 
 

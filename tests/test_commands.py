@@ -93,9 +93,35 @@ def test_a_frontier_on_which_nothing_fits_says_what_would(graphrun: Cli) -> None
     assert "smallest budget that works: --vram" in out
 
 
+def test_the_budget_of_one_of_two_devices_is_varied(graphrun: Cli) -> None:
+    options = ("--device", "sim:0,sim:1", "--set", "steps=1", "--json", "--vram")
+    code, out, _ = graphrun("frontier", TINY, *options, "3M,1M:4M")
+    data = json.loads(out)
+    assert (code, data["device"]) == (0, 1)
+    seconds = [point["predicted_seconds"] for point in data["points"]]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] < seconds[0]
+    assert all(point["peak_bytes"] <= point["budget_bytes"] for point in data["points"])
+    least, most = (json.loads(graphrun("plan", TINY, *options, f"3M,{last}M")[1]) for last in (1, 4))
+    assert [least["predicted_seconds"], most["predicted_seconds"]] == pytest.approx([seconds[0], seconds[-1]])
+    code, out, _ = graphrun("frontier", TINY, *options[:-2], "--vram", "2M:3M,1M")
+    assert "budgets: device0 sim is varied, device1 sim 1.00 MiB" in out
+    assert "next: graphrun plan" in out
+    assert " --vram 3M,1M " in out
+
+
+def test_of_two_devices_what_helps_names_both_budgets(graphrun: Cli) -> None:
+    options = ("--device", "sim:0,sim:1", "--set", "steps=1")
+    code, _, err = graphrun("plan", TINY, *options, "--vram", "2M,1M")
+    then = next(line for line in err.splitlines() if line.startswith("next: graphrun "))
+    assert (code, then.endswith(",1M")) == (3, True)
+    assert graphrun(*shlex.split(then.removeprefix("next: graphrun ")))[0] == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (("--device", "sim:0,sim:1", "--vram", "2M:3M,3M:4M"), "one device is varied at a time"),
         (("--vram", "8G:4G"), "is not a range"),
         (("--vram", "4M", "--sweep", "height=128:256"), "is not a range of an input"),
         (("--vram", "4M", "--sweep", "hight=128:256:64"), "did you mean 'height'"),

@@ -11,7 +11,7 @@ import typer
 
 from graphrun.batch.requests import Request, read_requests, refuse_broken, resolved
 from graphrun.batch.watch import Watcher
-from graphrun.cli.common import budgeted, hardware_for, load, say, show
+from graphrun.cli.common import budgeted, hardware_for, say, show
 from graphrun.cli.downloads import asked_for, downloaded
 from graphrun.cli.options import Asked
 from graphrun.cli.placing import cluster_of
@@ -19,6 +19,7 @@ from graphrun.cli.running import Stop, files_for, refuse_rate, saved, stopping
 from graphrun.errors import InputError, Interrupted
 from graphrun.graph.graph import Graph
 from graphrun.many import run_many
+from graphrun.profile.several import per_device
 from graphrun.report import plan_files as planfile
 from graphrun.report.outputs import Files, named, refuse_there
 from graphrun.report.progress import BatchProgress
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def run_batch(
-    source: Path,
+    graph: Graph,
     asked: Asked,
     inputs: Path | None,
     output: list[str] | None,
@@ -43,19 +44,19 @@ def run_batch(
     trace_file: Path | None = None,
     **options: Any,
 ) -> None:
-    """Runs the requests in the file ``inputs``, or a single one, and shows the results. ``options`` are as for `graphrun.run_many`.
+    """Runs ``graph`` for the requests in the file ``inputs``, or for a single one, and shows the results. ``options`` are as for
+    `graphrun.run_many`.
 
     Exits with 2 where requests were left out.
     """
-    graph = load(source, asked)
     requests = read_requests(inputs) if inputs is not None else [Request(1, {}, where="the inputs")]
     found = resolved(requests, graph, asked.inputs)
     if all(request.error for request in found):
         refuse_broken(found)  # before torch is imported
     arguments = asked.estimate_arguments
     if cluster is None:
-        hardware = hardware_for(asked.hardware, asked.device, True, cache)
-        arguments |= {"vram": budgeted(asked, hardware).vram, "hardware": hardware}
+        cards = [hardware_for(of.hardware, of.device, True, cache) for of in per_device(asked.vram, asked.hardware, asked.device)]
+        arguments |= {"vram": budgeted(asked, cards[0]).vram, "hardware": cards}
     else:
         alike = ("allow", "keep", "exclude", "pin", "reserve", "until")
         arguments = {"cluster": cluster_of(cluster, asked), **{name: arguments[name] for name in alike}}

@@ -170,8 +170,9 @@ def frontier(
     plot: Annotated[Path | None, typer.Option(help="Draw the curve to this file: .svg or .png.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show predicted time against VRAM budget (--vram 4G:48G, 4G:48G:4G, or a single one), and with --sweep the largest value of an
-    input that fits each budget."""
+    """Show predicted time against VRAM budget (--vram 4G:48G, 4G:48G:4G, or a single one; of several devices that of one, as in
+    24G,4G:12G), and with --sweep the largest value of an input that fits each budget."""
+    from graphrun.profile.several import per_device
     from graphrun.report.svg import rasterized
     from graphrun.report.whatif_screens import fastest, frontier_json, frontier_screen, frontier_svg
     from graphrun.solve.frontier import sizes_between, values_between
@@ -187,16 +188,22 @@ def frontier(
     swept = [(str(value), {**asked.inputs, name: str(value)}) for value in values] or [("", asked.inputs)]
     for _, own in swept:
         loaded.for_planning(own)  # refuse bad values before minutes of planning: each needs a dry run of its own
-    hardware = hardware_for(asked.hardware, asked.device, False, cache)
-    asked = budgeted(asked, hardware) if asked.vram == "auto" else asked
-    budgets = sizes_between(asked.vram or "", whole_bytes=hardware.capacity_bytes if hardware.device != "sim" else None)
+    several = per_device(asked.vram, asked.hardware, asked.device)
+    each = [hardware_for(of.hardware, of.device, False, cache) for of in several]
+    varied = [number for number, of in enumerate(several) if ":" in of.vram] or [0]
+    if len(varied) > 1:
+        raise InputError(f"--vram {asked.vram}: one device is varied at a time: give the others a budget, as in 24G,4G:12G")
+    device, vram = varied[0], [of.vram for of in several]
+    vram[device] = (budgeted(asked, each[0]).vram if asked.vram == "auto" else vram[device]) or ""
+    budgets = sizes_between(vram[device], whole_bytes=each[device].capacity_bytes if each[device].device != "sim" else None)
     rows, problems = [], []
     for value, own in swept:
-        arguments = {**asked.estimate_arguments, "hardware": hardware, "cache": cache}
+        vram[device] = budgets[0]
+        arguments = {**asked.estimate_arguments, "hardware": each, "vram": vram, "inputs": own, "cache": cache}
         what = f"{name}={value}" if name else f"plans for {len(budgets)} budgets"
         with native_stdout_to_stderr(), alive(what):
-            problems.append(api.estimate(loaded, vram=budgets[0], inputs=own, **arguments))
-            rows.append((value, frontier_for(problems[-1], budgets, _store(cache))))
+            problems.append(api.estimate(loaded, **arguments))
+            rows.append((value, frontier_for(problems[-1], budgets, _store(cache), device)))
     if plot is not None:
         drawn = frontier_svg(problems[0], rows, name)
         if plot.suffix == ".svg":
@@ -204,7 +211,9 @@ def frontier(
         else:
             planfile.write_with(plot, lambda to: rasterized(drawn).save(to, format="PNG"))
     best = fastest(rows[0][1])
-    then = f"next: graphrun plan {graph} {replace(asked, vram=typed_size(best.budget_bytes)).flags}" if best and not name else ""
+    if best is not None:
+        vram[device] = typed_size(best.budget_bytes)
+    then = f"next: graphrun plan {graph} {replace(asked, vram=','.join(map(str, vram))).flags}" if best and not name else ""
     shown = frontier_screen(problems[0], rows, name, Look(width(), then=then))
     show(frontier_json(problems[0], rows, name), as_json, shown)
     if not any(point.fits for _, points in rows for point in points):

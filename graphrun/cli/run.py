@@ -13,7 +13,7 @@ import typer
 
 import graphrun
 from graphrun import api
-from graphrun.cli.common import AsJson, GraphFile, app, cache_folder, checked_reuse, load, look, named, planned, say, show
+from graphrun.cli.common import AsJson, GraphFile, Planned, app, cache_folder, checked_reuse, load, look, named, planned, say, show
 from graphrun.cli.downloads import downloaded
 from graphrun.cli.options import Asked, Outputs, Overwrite, Reuse, Verbose, shared
 from graphrun.cli.placing import ClusterFile, Objective
@@ -66,20 +66,21 @@ def run(
     cache = cache_folder(asked.no_cache)
     if objective is not None and cluster is None:
         raise InputError("--objective is for several machines: add --cluster FILE")
-    lists = graph.suffix != ".json" and load(graph, asked).list_input
+    loaded = load(graph, asked) if graph.suffix != ".json" else None
+    lists = loaded.list_input if loaded is not None else ""
     if inputs is not None or resume or cluster is not None or lists:
         traced = trace_file is not None and cluster is None
         if plan_file is not None or traced or preview is not None or check_ordering:
             single = "--plan, --trace, --preview and --check-ordering"
             which = f"a graph that runs for each of ${lists}" if lists else "--inputs, --resume and --cluster"
             raise InputError(f"{single} are for a single run; leave them out with {which}")
-        if graph.suffix == ".json":
+        if loaded is None:
             raise InputError(f"{graph} is a plan for one run, and --inputs and --resume make their own plans: name the graph")
         from graphrun.cli.batches import run_batch
 
         many = {"random_weights": random_weights, "cache": cache, "reuse": what, "cluster": cluster, "trace_file": trace_file}
         many |= {"objective": objective} if objective is not None else {}
-        run_batch(graph, asked, inputs, output, as_json=as_json, resume=resume, strict=strict, overwrite=overwrite, **many)
+        run_batch(loaded, asked, inputs, output, as_json=as_json, resume=resume, strict=strict, overwrite=overwrite, **many)
         return
     from graphrun.report.outputs import made_of
     from graphrun.report.perfetto import trace_json
@@ -90,7 +91,7 @@ def run(
     from graphrun.report.verdicts import fits
 
     planfile.require_writable(plan_file, trace_file, preview)
-    made = named(graph, asked, to_run=True)
+    made = Planned(loaded, graph) if loaded is not None else named(graph, asked, to_run=True)
     until = made.solution.problem.until if made.solution is not None else ""
     target = files_for(made.graph.until(until), output, asked.inputs, overwrite=overwrite)
     made = planned(made, asked, what, to_run=True, random_weights=random_weights, told=told)

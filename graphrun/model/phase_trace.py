@@ -12,8 +12,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 # (key, bytes): bytes > 0 allocates, 0 releases. In a `PhaseTrace` also (number of the call's kind, -1): a call.
 Item = tuple[int, int]
@@ -75,6 +77,8 @@ def repeats_in(events: tuple[Item, ...]) -> tuple[tuple[int, ...], tuple[Repeat,
     """For each event the number of the one that allocated its tensor, its own where it allocates; and what repeats, in order: the
     blocks of a transformer do the same, one after another. Events are alike that allocate equally many bytes, or release what was
     allocated equally many events before."""
+    import numpy as np  # a plan that is known is shown without it
+
     born = dict[int, int]()
     numbers = list[int]()
     kinds = dict[tuple[bool, int], int]()
@@ -100,7 +104,7 @@ def _longest(alike: np.typing.NDArray[np.int64]) -> tuple[Repeat, ...]:
     for period, _ in distances.most_common(DISTANCES):
         if period < SHORTEST:
             continue
-        breaks = [-1, *np.flatnonzero(alike[:-period] != alike[period:]).tolist(), len(alike) - period]
+        breaks = [-1, *(alike[:-period] != alike[period:]).nonzero()[0].tolist(), len(alike) - period]
         for before, after in pairwise(breaks):
             if after - before > period:
                 found.append(Repeat(before + 1, period, (after - before - 1 + period) // period))

@@ -382,6 +382,12 @@ class Problem:
         """Bytes of the budget that are not for tensors: context, workspace and reserve."""
         return self.hardware.context_bytes + self.hardware.workspace_bytes + self.reserve_bytes
 
+    def vram_option(self, nbytes: int) -> str:
+        """``--vram`` with ``nbytes`` for the device, and the budgets of the helpers as they are."""
+        if not self.helpers:
+            return str(nbytes)
+        return ",".join(f"{of}B" for of in (nbytes, *(helper.budget_bytes for helper in self.helpers)))
+
     @property
     def effective_bytes(self) -> int:
         """Bytes for tensors: the smaller of budget and capacity, minus context, workspace and reserve."""

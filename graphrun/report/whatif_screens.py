@@ -7,12 +7,12 @@ frontier      predicted time against budget (text, JSON, SVG), and the largest v
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from html import escape
 from typing import Any
 
-from graphrun.model.problem import Problem
+from graphrun.model.problem import Hardware, Problem
 from graphrun.model.solution import Solution
 from graphrun.report.precisions import measured
 from graphrun.report.screen import Look, listed, proof, streams_of, subject, terms
@@ -88,9 +88,18 @@ def typed(repair: Repair, capacity_bytes: int) -> str:
     """The options to type for ``repair``, with rounded sizes; empty where options alone do not do: a directive left out, a second
     command, a larger device."""
     for option, value in repair.change:
-        if not value or option == "--until" or (option == "--vram" and int(value) > capacity_bytes):
+        if not value or option == "--until" or (option == "--vram" and _sizes(value)[0] > capacity_bytes):
             return ""
-    return " ".join(f"{option} {typed_size(int(value)) if option in SIZES else value}" for option, value in repair.change)
+    return " ".join(f"{option} {_typed(_sizes(value)) if option in SIZES else value}" for option, value in repair.change)
+
+
+def _sizes(value: str) -> list[int]:
+    """Bytes of an option, one for each device."""
+    return [int(of.removesuffix("B")) for of in value.split(",")]
+
+
+def _typed(sizes: Iterable[int]) -> str:
+    return ",".join(map(typed_size, sizes))
 
 
 # The bytes of a slot, as in `graphrun.model.least_memory.PhaseMinimum`.
@@ -114,15 +123,16 @@ def _smallest(error: Infeasible) -> str:
     options = [
         f"a device with {show_size(tier.least_bytes)}, and this one has {show_size(tier.have_bytes)}"
         if tier.name == "VRAM" and tier.least_bytes > error.capacity_bytes
-        else _option(names[tier.name], tier.least_bytes)
+        else _option(names[tier.name], tier.least_bytes, error.problem)
         for tier in error.tiers
         if tier.short
     ]
     return " and ".join(options) or "none, with what is allowed"
 
 
-def _option(name: str, nbytes: int) -> str:
-    return f"{name} {typed_size(nbytes)} ({nbytes} bytes)"
+def _option(name: str, nbytes: int, problem: Problem) -> str:
+    typed = _typed(_sizes(problem.vram_option(nbytes) if name == "--vram" else str(nbytes)))
+    return f"{name} {typed} ({nbytes} bytes)"
 
 
 def infeasible_json(error: Infeasible) -> dict[str, Any]:
@@ -176,7 +186,8 @@ def alternatives_screen(solution: Solution, component: str, found: Sequence[Alte
         title = TITLES[option.placement]
         if option.variant:
             precision, backing_store, device = option.variant.split()
-            title = f"as {precision} from {backing_store}{', on the CPU' if device == 'cpu' else ''}"
+            where = {"device": "", "cpu": ", on the CPU"}.get(device, f", on {device}")
+            title = f"as {precision} from {backing_store}{where}"
         mark = f"needs --allow {option.permission}" if option.permission else ""
         if option.fits:
             difference = "" if option is planned else f"{option.seconds - planned.seconds:+.3f} s"
@@ -184,7 +195,7 @@ def alternatives_screen(solution: Solution, component: str, found: Sequence[Alte
             rows.append(units.row(title, show_seconds(option.seconds), difference, option.moved_bytes, option.peak_bytes, mark))
         else:
             rows.append([title, "impossible" if option.refusal else "does not fit", "", "", "", mark])
-            notes.append(f" {title}: {_why(option)}")
+            notes.append(f" {title}: {_why(option, problem)}")
     (streamed,) = listed("streamed in", list(streams_of(solution.plan.slots, component))) or ["not streamed"]
     head = f"{component} in {problem.graph}: {show_size(weights)} of weights, {streamed};"
     head += f" {show_size(problem.effective_bytes)} for tensors"
@@ -199,7 +210,7 @@ def faster_than(solution: Solution, kept: bool) -> str:
     return f" as planned: found among these rows, faster than the {seconds} before{'; graphrun plan has it from now on' * kept}"
 
 
-def _why(of: Alternative) -> str:
+def _why(of: Alternative, problem: Problem) -> str:
     if of.refusal:
         return of.refusal
     needs = [
@@ -207,7 +218,9 @@ def _why(of: Alternative) -> str:
         f" {terms(*figures(need, *TERMS).values())} > {show_size(need.available_bytes)}"
         for need in of.needs
     ]
-    return f"{'; '.join(needs)}; it takes {_option('--vram', of.smallest_budget_bytes)}" if needs else f"{of.binding} binds"
+    return (
+        f"{'; '.join(needs)}; it takes {_option('--vram', of.smallest_budget_bytes, problem)}" if needs else f"{of.binding} binds"
+    )
 
 
 def alternatives_json(solution: Solution, component: str, found: Sequence[Alternative]) -> dict[str, Any]:
@@ -255,6 +268,7 @@ def frontier_screen(problem: Problem, swept: Swept, name: str = "", look: Look |
             "",
             look.folded(f"frontier {subject(problem, name)}"),
             f"hardware {problem.hardware.name} ({problem.hardware.basis})  RAM {show_size(problem.ram_bytes)}  cold run",
+            *_other_budgets(problem, swept[0][1][0].device),
             *_directives(problem),
             "",
             table(rows if name else [row[1:] for row in rows], left=()),
@@ -263,14 +277,24 @@ def frontier_screen(problem: Problem, swept: Swept, name: str = "", look: Look |
     )
 
 
+def _other_budgets(problem: Problem, varied: int) -> list[str]:
+    """Of several devices, which budget is varied, and those of the others."""
+    if not problem.helpers:
+        return []
+    of = enumerate([(problem.hardware, problem.budget_bytes), *((of.hardware, of.budget_bytes) for of in problem.helpers)])
+    told = [f"device{n} {hardware.name} {'is varied' if n == varied else show_size(nbytes)}" for n, (hardware, nbytes) in of]
+    return [f"budgets: {', '.join(told)}"]
+
+
 def _cells(point: Point) -> list[str | float]:
     if (solution := point.solution) is None:
         least = show_size(point.smallest_ram_bytes) + " of RAM"
-        if point.smallest_budget_bytes > point.budget_bytes:
-            least = show_size(point.smallest_budget_bytes)
+        if point.smallest_budget_bytes > point.budget_bytes or point.device:
+            least = show_size(point.smallest_budget_bytes) if point.smallest_budget_bytes else "more"
         return ["does not fit", "", "", "", "", f"needs {least}"]
     exposed = show_seconds(max(0.0, point.seconds - point.compute_seconds))
-    spare_bytes = solution.problem.effective_bytes - point.peak_bytes
+    problem = solution.problem
+    spare_bytes = (problem.helpers[point.device - 1] if point.device else problem).effective_bytes - point.peak_bytes
     return [
         show_seconds(point.seconds),
         exposed,
@@ -288,12 +312,17 @@ def fastest(points: Sequence[Point]) -> Point | None:
 
 
 def _notes(problem: Problem, points: Sequence[Point]) -> list[str]:
-    notes = [f"{_smallest_title(problem)}: {_option('--vram', points[0].smallest_budget_bytes)}"]
+    least, hardware = points[0].smallest_budget_bytes, _hardware(problem, points[0].device)
+    notes = [f"{_smallest_title(problem)}: {_option('--vram', least, problem)}"] if least else []
     if (best := fastest(points)) is not None:
         notes.insert(0, f"fastest: {show_seconds(best.seconds)}, from {show_size(best.budget_bytes)} on")
-    if any(point.budget_bytes > problem.hardware.capacity_bytes for point in points):
-        notes.append(f"a budget above {problem.hardware.name}'s {show_size(problem.hardware.capacity_bytes)} counts as that much")
+    if any(point.budget_bytes > hardware.capacity_bytes for point in points):
+        notes.append(f"a budget above {hardware.name}'s {show_size(hardware.capacity_bytes)} counts as that much")
     return notes
+
+
+def _hardware(problem: Problem, device: int) -> Hardware:
+    return problem.helpers[device - 1].hardware if device else problem.hardware
 
 
 def _largest_of(swept: Swept) -> list[tuple[int, str | None, float]]:
@@ -335,6 +364,8 @@ def frontier_json(problem: Problem, swept: Swept, name: str = "") -> dict[str, A
         "settings": {key: value for key, value in problem.settings if key != name},
         "points": points,
     }
+    if problem.helpers:
+        data["device"] = swept[0][1][0].device
     if name:
         largest = [{"budget_bytes": nbytes, name: value} for nbytes, value, _ in _largest_of(swept)]
         data |= {"sweep": name, "largest": largest}
@@ -365,7 +396,8 @@ def frontier_svg(problem: Problem, swept: Swept, name: str = "", *, marked_bytes
     def elements() -> Iterator[str]:
         units = Units(most_bytes)
         yield element("rect", width=WIDTH, height=HEIGHT, fill="white")
-        yield text(MARGIN, 30, f"{problem.graph} on {problem.hardware.name}: predicted time against VRAM budget")
+        hardware = _hardware(problem, swept[0][1][0].device if swept[0][1] else 0)
+        yield text(MARGIN, 30, f"{problem.graph} on {hardware.name}: predicted time against VRAM budget")
         yield element("path", d=f"M{MARGIN} {MARGIN}V{bottom}H{WIDTH - MARGIN}", fill="none", stroke="black")
         if marked_bytes is not None:
             path = f"M{x(marked_bytes):.1f} {MARGIN}V{bottom}"

@@ -1,4 +1,4 @@
-"""Time against budget: one problem solved for several VRAM budgets, everything else unchanged. No graph, no dry run.
+"""Time against budget: one problem solved for several VRAM budgets of one device, everything else unchanged. No graph, no dry run.
 
 seconds
   |x           a plan for a smaller budget is also one for a larger budget,
@@ -27,9 +27,10 @@ MOST_POINTS = 1000
 @dataclass(frozen=True, slots=True, repr=False)
 class Point:
     """The result for one budget. ``solution`` is None where nothing fits; seconds and bytes are from `simulate`, of all runs
-    together, 0 without a plan.
+    together, 0 without a plan. ``peak_bytes``: on the device whose budget it is, number ``device``.
 
-    ``smallest_budget_bytes``, ``smallest_ram_bytes``: the least VRAM (`pages.smallest_budget`) and RAM for which there is a plan.
+    ``smallest_budget_bytes``, ``smallest_ram_bytes``: the least VRAM (`pages.smallest_budget`; 0 for a further device, where it is
+    not looked for) and RAM for which there is a plan.
     """
 
     budget_bytes: int
@@ -40,6 +41,7 @@ class Point:
     compute_seconds: float = 0.0
     peak_bytes: int = 0
     moved_bytes: int = 0
+    device: int = 0
 
     def __repr__(self) -> str:
         return f"<Point {', '.join(self.cells)}>"
@@ -53,7 +55,8 @@ class Point:
     def cells(self) -> tuple[str, ...]:
         """Budget, seconds, peak and bytes moved as text; without a plan, what it would take."""
         if self.solution is None:
-            return show_size(self.budget_bytes), f"nothing fits below {show_size(self.smallest_budget_bytes)}", "", ""
+            below = f" below {show_size(self.smallest_budget_bytes)}" if self.smallest_budget_bytes else ""
+            return show_size(self.budget_bytes), f"nothing fits{below}", "", ""
         sizes = show_size(self.peak_bytes), show_size(self.moved_bytes)
         return show_size(self.budget_bytes), show_seconds(self.seconds), *sizes
 
@@ -65,22 +68,32 @@ class Frontier(tuple[Point, ...]):
         return html_table("time against budget", [("budget", "time", "peak", "moves"), *(point.cells for point in self)])
 
 
-def frontier(problem: Problem, budgets: Iterable[int], solve: Callable[[Problem], Solution | None] = solved) -> Frontier:
-    """One point per budget of ``budgets`` (bytes of VRAM), in their order, infeasible ones included. Where a plan for a smaller one
-    of them is faster than what is found for a larger one, it is the plan for both.
+def frontier(
+    problem: Problem, budgets: Iterable[int], solve: Callable[[Problem], Solution | None] = solved, device: int = 0
+) -> Frontier:
+    """One point per budget of ``budgets`` (bytes of VRAM of device number ``device``), in their order, infeasible ones included.
+    Where a plan for a smaller one of them is faster than what is found for a larger one, it is the plan for both.
 
     ``solve``: returns a solution, or None where nothing fits.
     """
-    least_bytes, asked = smallest_budget(problem), list(budgets)
+    least_bytes, asked = smallest_budget(problem) if not device else 0, list(budgets)
     points, best = dict[int, Point](), None
     for budget in sorted(set(asked)):
-        of = replace(problem, budget_bytes=budget)
+        of = at_budget(problem, budget, device)
         found = solve(of)
         if best is not None and (found is None or _seconds(best) < _seconds(found)):
             found = carried_over(of, best, best.bound_seconds if found is None else found.bound_seconds) or found
-        points[budget] = _point(of, least_bytes, found)
+        points[budget] = _point(of, budget, least_bytes, found, device)
         best = found
     return Frontier(points[budget] for budget in asked)
+
+
+def at_budget(problem: Problem, nbytes: int, device: int = 0) -> Problem:
+    """``problem`` with a VRAM budget of ``nbytes`` for device number ``device``."""
+    if not device:
+        return replace(problem, budget_bytes=nbytes)
+    helpers = enumerate(problem.helpers, 1)
+    return replace(problem, helpers=tuple(replace(of, budget_bytes=nbytes) if n == device else of for n, of in helpers))
 
 
 def budgets_around(problem: Problem, count: int = 8) -> tuple[int, ...]:
@@ -98,13 +111,15 @@ def _seconds(solution: Solution) -> float:
     return solution.simulation.total_seconds
 
 
-def _point(problem: Problem, least_bytes: int, solution: Solution | None) -> Point:
-    least = (problem.budget_bytes, least_bytes, smallest_ram(problem))
+def _point(problem: Problem, budget_bytes: int, least_bytes: int, solution: Solution | None, device: int) -> Point:
+    least = (budget_bytes, least_bytes, smallest_ram(problem))
     if solution is None:
-        return Point(*least, None)
+        return Point(*least, None, device=device)
     found = solution.simulation
     compute = found.compute_seconds + (problem.runs - 1) * sum(slot.compute_seconds for slot in found.again)
-    return Point(*least, solution, found.total_seconds, compute, found.peak_bytes, found.total_moved_bytes)
+    slots = (*found.slots, *found.again)
+    peak_bytes = max(slot.helper_peaks[device - 1] for slot in slots) if device else found.peak_bytes
+    return Point(*least, solution, found.total_seconds, compute, peak_bytes, found.total_moved_bytes, device)
 
 
 def sizes_between(text: str, *, whole_bytes: int | None = None, name: str = "vram") -> tuple[int, ...]:

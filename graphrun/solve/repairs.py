@@ -81,7 +81,7 @@ def _budgets(problem: Problem, least: Mapping[str, int]) -> Iterator[Proposal]:
     raised = replace(problem, budget_bytes=device)
     if device > capacity:
         raised = replace(raised, hardware=replace(problem.hardware, capacity_bytes=device))
-    vram = Proposal(_device_text(problem, device), (("--vram", str(device)),), (raised,))
+    vram = Proposal(_device_text(problem, device), (("--vram", problem.vram_option(device)),), (raised,))
     if device > min(problem.budget_bytes, capacity):
         yield vram
     if ram > problem.ram_bytes:

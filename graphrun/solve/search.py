@@ -54,7 +54,7 @@ def _refine_goal(of: Formulation) -> tuple[Linear, float]:
 
 # Goal when a program is solved again because the simulator found its plan slower than predicted: among plans that are nearly as
 # fast, bytes moved decide, then memory. The simulator judges the result again.
-REFINE_GOALS = (Goal(_refine_goal, 1e-3, REFINE_NODES),)
+REFINE_GOALS = (Goal(_refine_goal, 1e-4, REFINE_NODES),)
 LAYER_GOALS = (*SECONDS, *REFINE_GOALS)  # for layers: their counts are fractions, rounded afterwards
 
 

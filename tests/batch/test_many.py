@@ -20,6 +20,7 @@ from graphrun.model.problem import Problem
 from graphrun.modules.build import build
 from graphrun.runtime.devices.open import open_device
 from graphrun.solve.infeasible import smallest_budget
+from graphrun.units import MIB
 from graphrun.verify.simulate import simulate
 
 REQUESTS = [{"prompt": f"prompt {number % 2}", "seed": number} for number in range(4)]
@@ -46,6 +47,14 @@ def test_every_request_has_the_bits_of_its_own_run_and_a_prompt_is_encoded_once(
     assert found.seconds < len(REQUESTS) * single.seconds
     assert found.seconds == pytest.approx(found.schedules[0].seconds, rel=0.02)
     assert encoders(found) <= sum(c.weight_bytes() for c in problem.components if "text_encoder" in c.name)
+
+
+def test_on_two_devices_every_request_has_the_bits_of_one(batch: Any) -> None:
+    single, found = batch(REQUESTS[:2]), batch(REQUESTS[:2], vram="3M,6M")
+    assert all(found.outputs[n]["image"].tobytes() == single.outputs[n]["image"].tobytes() for n in (1, 2))
+    slots = [slot for _, _, trace in found.traces for slot in trace.slots]
+    assert max(slot.peak_bytes for slot in slots) <= 3 * MIB
+    assert 0 < max(slot.helper_peaks[0] for slot in slots) <= 6 * MIB
 
 
 def test_a_batch_that_finds_cached_embeddings_loads_no_encoder(batch: Any, planned_before: Path) -> None:

@@ -65,7 +65,7 @@ def test_items_have_the_bits_of_one_device_in_order_at_the_planned_time(
     assert lanes_page(lanes_in(data)).count("<title>request") == len(batch.lanes)
     events = lanes_json("trace.perfetto.json", batch.lanes)["traceEvents"]
     ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
-    assert max(ends) <= 1e6 * batch.seconds
+    assert max(ends) <= 1e6 * batch.seconds + 1e-6  # of microseconds; the products round differently
     assert {event["pid"] for event in events} == {1, 2, 3}
 
 
