@@ -115,6 +115,7 @@ def graphrun(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(terminal, "SOON_SECONDS", 3600.0)  # stderr is that of a quick machine
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")  # else a plan sets it for the tests after this one, too
 
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", ["graphrun", *arguments])

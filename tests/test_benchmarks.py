@@ -117,7 +117,6 @@ def test_recorded_warm_calls_copy_fewer_bytes_than_those_of_other_tools() -> Non
     """Where weights do not all fit; where they do, no more than the pipeline's own code does after ``.to(device)``."""
     pipelines = json.loads((BENCHMARKS / "results/warm_calls.json").read_text())["pipelines"]
     assert len(pipelines) == 10
-    behind = set()
     for name, of in pipelines.items():
         for row in of["budgets"]:
             own, tools = row["graphrun"], {**of, "ComponentsManager": row["ComponentsManager"]}
@@ -125,6 +124,5 @@ def test_recorded_warm_calls_copy_fewer_bytes_than_those_of_other_tools() -> Non
             if row["share"] < 1:
                 for what in ("bytes", "seconds", "in turn"):
                     assert all(own[what] < its[what] for its in fitting), (name, row["share"], what)
-            elif own["bytes"] > min(its["bytes"] for its in fitting):
-                behind.add(name)
-    assert behind == {"QwenImagePipeline"}, "docs/attaching.md says why"
+            else:
+                assert own["bytes"] <= min(its["bytes"] for its in fitting), name

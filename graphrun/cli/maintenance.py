@@ -87,6 +87,9 @@ def calibrate(
     ] = None,
     name: Annotated[str, typer.Option(help="The profile's name; default: the device's.", show_default=False)] = "",
     seconds: Annotated[float, typer.Option(help="How long measuring may take.", min=0.1)] = 20.0,
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="Also what compiling blocks gains, for --allow compile. The compiler takes longer.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine in under 30 s and save a profile: used with --hardware NAME, and by default for its card."""
@@ -95,5 +98,5 @@ def calibrate(
 
     if device not in (None, "cuda", "sim", "cpu"):
         raise InputError(f"device {device!r} cannot be calibrated; it is cuda, sim or cpu")
-    found = measure_and_keep(device, cache_folder(False) or Path(), name, seconds)  # type: ignore[arg-type]
+    found = measure_and_keep(device, cache_folder(False) or Path(), name, seconds, compiled=compiled)  # type: ignore[arg-type]
     show(found, as_json, calibrate_screen(found))

@@ -48,6 +48,7 @@ from graphrun.diffusers_.proxy import PipelineProxy, dtype_of_to, remove_interce
 from graphrun.diffusers_.residence import Leftovers, LiveHost, device_bytes
 from graphrun.errors import InputError
 from graphrun.graph.graph import Directives
+from graphrun.model.allocator import LARGE_PAGE_BYTES
 from graphrun.model.plan import Plan, Slot
 from graphrun.model.problem import Hardware, Problem
 from graphrun.model.solution import Solution
@@ -210,8 +211,8 @@ class Attachment:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the pipeline's weights on the device now."""
-        return sum(residency.loaded_bytes() for residency in self._host.residencies.values())
+        """Bytes on the device now of the pipeline's weights, and of tables that its modules cached (Qwen-Image)."""
+        return sum(residency.loaded_bytes() for residency in self._host.residencies.values()) + self._host.cached_bytes
 
     def _uninstall(self) -> None:
         removed = remove_interceptors(self._modules)
@@ -429,10 +430,12 @@ class Attachment:
 
     def make_room(self, solution: Solution, used: Collection[str]) -> None:
         """Evicts weights of other plans so that the first run of ``solution``, which uses the components ``used``, fits."""
-        slots = solution.simulation.slots
+        slots, problem = solution.simulation.slots, solution.problem
         peak_bytes = max((report.peak_bytes for report in slots), default=0)
-        self._host.make_room(peak_bytes, solution.problem.effective_bytes, used)
-        for number, helper in enumerate(solution.problem.helpers, 1):
+        page_bytes = int(problem.hardware.page_scale * LARGE_PAGE_BYTES) if problem.counts_pages else 0
+        keeps = bool(solution.plan.again) and not problem.helpers
+        self._host.make_room(peak_bytes, problem.effective_bytes, used, page_bytes=page_bytes if keeps else None)
+        for number, helper in enumerate(problem.helpers, 1):
             peak_bytes = max((report.helper_peaks[number - 1] for report in slots), default=0)
             self._host.make_room(peak_bytes, helper.effective_bytes, used, number)
 

@@ -10,6 +10,7 @@ component is laid out again when its blocks change, as when a new kind of call s
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -23,7 +24,7 @@ from graphrun.diffusers_.live import pipelines_in
 from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, Problem
 from graphrun.modules.blocks import held
 from graphrun.modules.dtype_variants import DtypeVariant, DtypeVariants
-from graphrun.modules.memos import HeldAttributes, Owned, on_device, owned
+from graphrun.modules.memos import HeldAttributes, Owned, cached_in, lru_caches, on_device, owned
 from graphrun.modules.trees import PLAIN, found_in, may_hold, replace_in, tensors_in
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.host import Host, layout_of
@@ -54,6 +55,7 @@ class LiveHost(Host):
         self.dtype_variants: DtypeVariants | None = None
         self._variants = {}
         self._device, self._budget = device, budget
+        self._room_bytes = self._page_bytes = 0  # `make_room` sets them for the present run
         self._numbers: dict[str, ComponentNumbers] = {}
         self.awake = False  # whether a call runs, so that loaded blocks are bound to the modules
         _HOSTS.add(self)
@@ -66,7 +68,8 @@ class LiveHost(Host):
         if self.dtype_variants is not None:
             self.release()
         refuse_movers(self.modules, adapters=True)
-        vars(self).pop("memos", None)  # those of the modules before
+        for name in ("memos", "_caches"):  # those of the modules before
+            vars(self).pop(name, None)
         self.residencies = {name: residency for name, residency in self.residencies.items() if name in self.modules}
         self.dtype_variants = DtypeVariants(self.modules, self._leave, self._join)
 
@@ -158,26 +161,67 @@ class LiveHost(Host):
         """By component, the paths of blocks on the device."""
         return {name: residency.loaded for name, residency in self.residencies.items() if residency.loaded}
 
+    @functools.cached_property
+    def _caches(self) -> tuple[Any, ...]:
+        return lru_caches(self.modules)
+
+    def _cached(self) -> dict[int, int]:
+        """Bytes by storage of what methods of the modules cached on the device: tables of positions (Qwen-Image)."""
+        tensors = (tensor for cache in self._caches for tensor in tensors_in(cached_in(cache)))
+        return _storages([tensor for tensor in tensors if self._device.holds(tensor)], self._device.torch_device)
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of what methods of the modules cached on the device."""
+        return sum(self._cached().values())
+
+    def clear_memos(self) -> None:
+        """Frees what modules cache on the device; but not the results of methods, where the highest slot leaves room for them: as
+        ``.to(device)`` the next call, and the rest of this one, finds them there."""
+        found = self._cached().values()
+        fits = bool(found) and sum(found) + 2 * self._page_bytes * len(found) <= self._room_bytes
+        stay = [id(cache) for cache in self._caches] if fits else []
+        for memo in self.memos:
+            if id(memo) not in stay:
+                memo.cache_clear()
+
+    def _cached_beside(self, hosts: Iterable[LiveHost]) -> int:
+        """Bytes that methods of modules of ``hosts`` cached, without those that are this host's too: classes share them."""
+        own = self._cached()
+        found = {key: nbytes for host in hosts for key, nbytes in host._cached().items() if key not in own}
+        return sum(found.values())
+
+    def evict(self) -> None:
+        """Evicts all weights from the device, and what methods cached there."""
+        super().evict()
+        _clear(self._caches)
+
     def held_bytes(self, besides: Collection[str] | None = None) -> int:
-        """Bytes of weights that this host and others at rest have on the device, without the components ``besides`` of this one.
-        What is on helpers does not count."""
+        """Bytes that this host and others at rest have on the device: weights, and what methods cached. ``besides``: without these
+        components of this one, and without what its methods cached. What is on helpers does not count."""
         mine = [residency for name, residency in self.residencies.items() if besides is not None and name in besides]
         every = (r for host in (self, *self._others()) for r in host.residencies.values() if r not in mine)
-        return _loaded_bytes(every, self._device)
+        cached_bytes = self._cached_beside(self._others()) + (self.cached_bytes if besides is None else 0)
+        return _loaded_bytes(every, self._device) + cached_bytes
 
     @property
     def outside_bytes(self) -> int:
-        """Bytes of weights at rest on the device that are within other budgets."""
+        """Bytes at rest on the device that are within other budgets."""
         own = list(self.residencies.values())
-        others = (host for host in self._others() if host._budget is not self._budget)
-        return _loaded_bytes((r for host in others for r in host.residencies.values() if r not in own), self._device)
+        others = [host for host in self._others() if host._budget is not self._budget]
+        loaded_bytes = _loaded_bytes((r for host in others for r in host.residencies.values() if r not in own), self._device)
+        return loaded_bytes + self._cached_beside(others)
 
-    def make_room(self, peak_bytes: int, limit_bytes: int, used: Collection[str], helper: int = 0) -> None:
+    def make_room(
+        self, peak_bytes: int, limit_bytes: int, used: Collection[str], helper: int = 0, page_bytes: int | None = None
+    ) -> None:
         """Evicts weights of other plans so that a run fits whose components ``used`` take up to ``peak_bytes``, on the device or on
         ``helper``.
 
         First those within the same budget, until all fit ``limit_bytes``; then those of other budgets, until the device has room.
-        Those whose last run is longest ago give way first.
+        Those whose last run is longest ago give way first; before them, where room is short, all that methods cached. What they
+        cache in this run may stay in the room that is left (`clear_memos`): each tensor with a page of ``page_bytes`` before and
+        after it, which it may keep reserved; None: nothing stays.
         """
         mine = [residency for name, residency in self.residencies.items() if name in used]
         device = self._device.every[helper]
@@ -186,9 +230,22 @@ class LiveHost(Host):
             of = ((id(r), r) for r in host.residencies.values() if r not in mine and r.loaded_bytes(device))
             idle[host._budget is self._budget].update(of)
         shared, outside = idle[True].values(), [r for key, r in idle[False].items() if key not in idle[True]]
+        same = [host for host in self._others() if host._budget is self._budget and helper == 0]
+
+        def room_bytes() -> int:
+            """That is left of the budget and of the device."""
+            beside_bytes = _loaded_bytes(shared, device) + self._cached_beside(same)
+            taken_bytes = device.allocated_bytes - _loaded_bytes(mine, device) - self.cached_bytes
+            return min(limit_bytes - beside_bytes, device.available_bytes - taken_bytes) - peak_bytes
+
+        if helper == 0 and room_bytes() < self.cached_bytes:
+            for host in (self, *self._others()):
+                _clear(host._caches)
         _evict(shared, device, peak_bytes + _loaded_bytes(shared, device) - limit_bytes)
         taken_bytes = device.allocated_bytes - _loaded_bytes(mine, device)
         _evict((*shared, *outside), device, peak_bytes + taken_bytes - device.available_bytes)
+        if helper == 0:
+            self._room_bytes, self._page_bytes = room_bytes() if page_bytes is not None else 0, page_bytes or 0
 
     def release(self) -> None:
         """Evicts everything of these modules, also what other hosts at rest have on the device."""
@@ -225,6 +282,11 @@ class LiveHost(Host):
                     location.put(made.setdefault(id(tensor), _own_copy(tensor)))
         self.residencies.clear()
         self._numbers.clear()
+
+
+def _clear(caches: Iterable[Any]) -> None:
+    for cache in caches:
+        cache.cache_clear()
 
 
 def _loaded_bytes(residencies: Iterable[Residency], device: Device) -> int:

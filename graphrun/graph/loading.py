@@ -316,10 +316,10 @@ class _Reader:
             if isinstance(config, dict):
                 return dict(json.loads(json.dumps(config, sort_keys=True, allow_nan=False)))
             if config:
-                return read_json(self.folder / config)
+                return read_json(self.folder / config, infinite=True)
             folder = Path(source or "")
             found = (file for name in _CONFIG_FILES if folder.is_absolute() and os.path.isfile(file := folder / name))
-            return next(map(read_json, found), None)
+            return next((read_json(file, infinite=True) for file in found), None)
         except GraphError as error:
             self.add(at, str(error))
         except (TypeError, ValueError) as error:

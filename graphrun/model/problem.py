@@ -37,14 +37,14 @@ ALLOCATION_BYTES = 512
 # (benchmarks/results/published.json).
 PRIOR_ERROR = 0.25
 
-# Fields that are empty in problems with one device.
-_OF_HELPERS = ("helpers", "crossing", "helper_bytes", "hops", "helper")
+# Fields that the JSON form leaves out where they are empty: those of further devices, and what few calibrations measure.
+_OPTIONAL = ("helpers", "crossing", "helper_bytes", "hops", "helper", "compiled_gain")
 
 
 def _fields_of(record: Any) -> dict[str, Any]:
     """A dataclass as `json` writes it; it calls this for each. `dataclasses.asdict` copies every number, which takes seconds."""
     pairs = ((of.name, getattr(record, of.name)) for of in fields(record))
-    return {name: of for name, of in pairs if of or name not in _OF_HELPERS}
+    return {name: of for name, of in pairs if of or name not in _OPTIONAL}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,7 @@ class Hardware:
     page_scale: float = 1.0  # of a caching allocator: size of its pages, relative to those of PyTorch's
     kernels: KernelRates | None = None  # None: all FLOPs take the same time, and nothing else takes any (sim)
     d2h_pageable_bytes_per_second: float = 1e9  # to pageable memory that is newly allocated, as ``.to("cpu")`` does
+    compiled_gain: float = 0.0  # seconds of a transformer block over those of its compiled code; 0: not measured
     basis: Basis = "prior"
 
     @property

@@ -327,7 +327,7 @@ def _config_of(component: Component) -> dict[str, Any]:
     found = config_file(component.source)
     if found is None:
         found = find_folder(component.source or "", ("config.json",), component.where) / "config.json"
-    return read_json(found)
+    return read_json(found, infinite=True)
 
 
 def _load_folder(kind: type[Any], component: Component, folder: Path, wanted: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:

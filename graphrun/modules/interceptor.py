@@ -14,6 +14,7 @@ part of the component that is called is named by the call's *entry*:
 
 - ``module.device`` returns the interceptor's device. Where the parameters are does not matter: the plan decides where a component
   computes.
+- The parameters and buffers that code outside lists (``next(module.parameters()).device``, as Cosmos 3 does) report that device too.
 - ``module.to(device)`` does nothing if that is the interceptor's device, since pipelines move components there. It does nothing
   either if code outside a component moves it to the CPU, as pipelines do to offload it. Any other move is refused. A cast is
   refused unless ``casts`` carries it out.
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
 from typing import Any, NoReturn
 
@@ -182,6 +183,13 @@ class CallInterceptor:
         outside = not self._inside and not path and component in self._dtypes
         return self._dtypes[component] if outside else own(module)
 
+    def listed(self, own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """The results of ``module.named_parameters(...)`` and ``named_buffers(...)``, which all listings of weights use."""
+        found: Iterator[tuple[str, torch.Tensor]] = own(module, *args, **kwargs)
+        if self._inside or self._casting or isinstance(self.casts, AtRest):
+            return found
+        return ((name, _reporting(tensor, self.device)) for name, tensor in found)
+
     def move(self, own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Carries out or refuses ``module.to(...)``."""
         if self._casting:
@@ -287,6 +295,8 @@ def _intercepted_class(kind: Any, reads: bool, dtypes: bool, add_device: bool, t
         "__reduce_ex__": lambda module, protocol: reduced_as(kind, super(kind, module).__reduce_ex__(protocol)),
         "to": _override(key, kind.to, CallInterceptor.move),
         "_apply": _override(key, kind._apply, CallInterceptor.change),
+        "named_parameters": _override(key, kind.named_parameters, CallInterceptor.listed),
+        "named_buffers": _override(key, kind.named_buffers, CallInterceptor.listed),
     }
     for name in dir(kind):
         method = inspect.getattr_static(kind, name)
@@ -316,6 +326,23 @@ def _calling_pipeline() -> str:
     while frame is not None and frame.f_code.co_name != "_execution_device":
         frame = frame.f_back if frame.f_globals["__name__"].startswith((__name__, "diffusers.")) else None
     return type(frame.f_locals["self"]).__name__ if frame is not None else ""
+
+
+class _Reporting(torch.Tensor):
+    """A weight with another ``device`` than where it is. Its memory is the weight's; what is computed from it is a plain tensor."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    reported: torch.device
+    device = property(lambda tensor: tensor.reported)  # type: ignore[assignment]
+
+
+def _reporting(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor``, or where it is a plain one elsewhere, one with its memory that reports ``device``."""
+    if tensor.device.type == device.type or type(tensor) not in (torch.Tensor, nn.Parameter):
+        return tensor
+    found = tensor.detach().as_subclass(_Reporting)
+    found.reported = device
+    return found.requires_grad_(tensor.requires_grad)
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -7,8 +7,9 @@ position tables of helper objects that are not modules (Z-Image's `RopeEmbedder`
 from __future__ import annotations
 
 import functools
+import gc
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,13 +45,29 @@ def memos(modules: Mapping[str, nn.Module]) -> tuple[Any, ...]:
     """
     found = owned(modules)
     children = [child for _, child, _ in found]
-    kinds: set[Any] = {type(child) for child in children}
-    caches = {id(cache): cache for kind in kinds for cache in _caches_of(kind)}
+    caches = _method_caches(children)
     hooks = [(child, hook) for child in children for hook in child._forward_pre_hooks.values()]
     computed = (_NormalizedWeight(child, hook.name) for child, hook in hooks if isinstance(hook, WeightNorm))
     values = (value for _, _, held in found for key, value in held.items() if type(value) not in PLAIN and key != DIFFUSERS_HOOKS)
     helpers = {id(value): value for value in values if is_helper(value)}
-    return *caches.values(), *computed, *(HeldAttributes(helper, {**vars(helper)}) for helper in helpers.values())
+    return *caches, *computed, *(HeldAttributes(helper, {**vars(helper)}) for helper in helpers.values())
+
+
+def lru_caches(modules: Mapping[str, nn.Module]) -> tuple[Any, ...]:
+    """Those of the `memos` of ``modules`` that are made by `functools.lru_cache`. All instances of a class share them."""
+    caches = _method_caches([child for module in modules.values() for child in modules_below(module)])
+    return tuple(cache for cache in caches if isinstance(cache, functools._lru_cache_wrapper))
+
+
+def cached_in(cache: Any) -> list[Any]:
+    """The results, and the dict with results, that a `functools.lru_cache` holds, among other things: it has no method for them,
+    and says to the garbage collector what it refers to."""
+    return [value for value in gc.get_referents(cache) if not isinstance(value, type)]
+
+
+def _method_caches(children: Iterable[nn.Module]) -> list[Any]:
+    kinds: dict[Any, None] = dict.fromkeys(type(child) for child in children)
+    return list({id(cache): cache for kind in kinds for cache in _caches_of(kind)}.values())
 
 
 def is_helper(value: Any) -> bool:

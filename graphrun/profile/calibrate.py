@@ -13,6 +13,7 @@ worse. The compute rate weights operations as FLUX's transformer does at 1024 x 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import tempfile
 import time
@@ -47,13 +48,18 @@ SMALL_BYTES, SMALL_COPIES = 512, 256  # for the start-up time of a copy
 CONTEXT_BYTES = range(32 * MIB, 2048 * MIB)
 
 
-def calibrate(kind: Kind, folder: Path, name: str = "", allowed_seconds: float = 20.0) -> tuple[Hardware, dict[str, float]]:
+def calibrate(
+    kind: Kind, folder: Path, name: str = "", allowed_seconds: float = 20.0, *, compiled: bool = False
+) -> tuple[Hardware, dict[str, float]]:
     """Measures this machine. Returns a `Hardware` with basis ``measured``, and the single figures, by name, from which it was
     computed.
 
-    Takes about ``allowed_seconds``, plus imports. ``folder``: a folder on the disk to be measured. Raises InputError if there
-    is no such device.
+    Takes about ``allowed_seconds``, plus imports. ``folder``: a folder on the disk to be measured. ``compiled``: measures what
+    compiling blocks gains too (`compiled_gain`), once the compiler is done. Raises InputError if there is no such device, or no
+    compiler for it.
     """
+    if compiled and kind == "sim":
+        raise InputError("there is no compiler for the simulated accelerator: leave out --compiled, or take --device cuda or cpu")
     before = _cards_used_bytes() if kind == "cuda" else {}  # before torch initializes the driver
     base, target = _open(kind)
     share = allowed_seconds / 15
@@ -84,6 +90,8 @@ def calibrate(kind: Kind, folder: Path, name: str = "", allowed_seconds: float =
         others = ("convolution", "fp32 matmul", "fp32 convolution", "elementwise", "launch")
         classes = flops | {kind: _rate(target, target.compute, kind, share) for kind in others}
         measured = with_kernels(replace(measured, flops_per_second=base.flops_per_second), target.kernels(), classes)
+    if compiled:
+        measured = replace(measured, compiled_gain=compiled_gain(target, share))
     figures = {f"{kind.replace(' ', '_')}_bytes_per_second": rate for kind, rate in rates.items()}
     figures |= {name: float(getattr(measured, name)) for name in ("copy_start_seconds", "disk_bytes_per_second")}
     figures |= {f"{kind}_flops_per_second": rate for kind, rate in flops.items()}
@@ -113,16 +121,35 @@ def with_kernels(base: Hardware, kernels: Mapping[str, Kernel], measured: Mappin
     )
 
 
-def measure_and_keep(kind: Kind | None, cache: Path, name: str = "", allowed_seconds: float = 20.0) -> dict[str, Any]:
+def compiled_gain(target: Processor, seconds: float) -> float:
+    """Seconds of FLUX's single transformer block as it is written, over those of its code compiled by `torch.compile` with its
+    default settings: how many times as fast compiled blocks are. Each is measured for ``seconds``. A block of another architecture
+    gains more the more of its time goes to elementwise work, which the compiler fuses.
+
+    Raises InputError where blocks cannot be compiled.
+    """
+    if torch._dynamo.config.disable:
+        raise InputError("torch.compile is switched off by TORCHDYNAMO_DISABLE=1: unset it, or leave out --compiled")
+    try:
+        compiled = _rate(target, target.compute, "compiled block", seconds)
+    except RuntimeError as error:  # of Dynamo, of Inductor, and of the compilers that this runs
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"blocks cannot be compiled here ({why}): install a C++ compiler, or leave out --compiled") from error
+    return compiled / _rate(target, target.compute, "block", seconds)
+
+
+def measure_and_keep(
+    kind: Kind | None, cache: Path, name: str = "", allowed_seconds: float = 20.0, *, compiled: bool = False
+) -> dict[str, Any]:
     """Calibrates, writes the hardware profile to ``cache`` and returns the results, JSON-ready. ``kind`` None: the card, else
-    the processor.
+    the processor. ``compiled``: as for `calibrate`.
 
     Raises InputError if ``name`` is the name of a prior (`hardware.priors`), or if the device cannot be measured.
     """
     kind = kind or ("cuda" if any(Path(node).exists() for node in hardware.DEVICE_NODES) else "cpu")
     profiles.refuse_taken(name)
     start = time.perf_counter()
-    measured, figures = calibrate(kind, cache, name, allowed_seconds)
+    measured, figures = calibrate(kind, cache, name, allowed_seconds, compiled=compiled)
     card = hardware.found() if kind == "cuda" else None
     assumed = card or (hardware.simulated() if kind == "sim" else None)
     record = {
@@ -218,9 +245,34 @@ class Processor:
         """What `compute` runs, by kind; of a card alone."""
         return {}
 
+    @functools.cached_property
+    def blocks(self) -> dict[str, Callable[[], Any]]:
+        """FLUX's single transformer block with random weights, as wide as the tensors of `compute` and with as many tokens, a ninth
+        of them text as at 1024 x 1024. As it is written, and as `torch.compile` compiles it."""
+        from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
+
+        heads, features, rows = self._heads.shape[1], self._heads.shape[3], self._left.shape[0]
+        device, dtype, width = self._left.device, self._left.dtype, heads * features
+        text, picture, modulation = (
+            torch.randn(shape, dtype=dtype, device=device)
+            for shape in ((1, rows // 9, width), (1, rows - rows // 9, width), (1, width))
+        )
+        rotary = tuple(torch.randn(rows, features, device=device) for _ in range(2))
+        block: nn.Module = FluxSingleTransformerBlock(width, heads, features)
+        block.to(device, dtype).requires_grad_(False)
+        as_compiled = torch.compile(block)
+        return {
+            "block": lambda: block(picture, text, modulation, rotary),
+            "compiled block": lambda: as_compiled(picture, text, modulation, rotary),
+        }
+
     def compute(self, kind: str) -> float:
         """Runs one kernel and returns its FLOPs: a ``matmul`` [m k] [k n], 2 m k n; a fused ``attention`` [b h s d], 4 b h s s d;
-        or a ``convolution`` of [b h s d] with 3 x 3 filters, h to h channels, 18 b h h s d. Tensors are smaller than a card's."""
+        or a ``convolution`` of [b h s d] with 3 x 3 filters, h to h channels, 18 b h h s d. Tensors are smaller than a card's.
+        ``block`` and ``compiled block`` run one of `blocks` and return 1."""
+        if kind.endswith("block"):
+            self.blocks[kind]()
+            return 1.0
         heads, channels = self._heads, self._heads.shape[1]
         with torch.no_grad():
             if kind == "matmul":
@@ -323,7 +375,7 @@ class _Cuda(Processor):
         if kind == "elementwise":
             torch.add(self._picture, 1.0)
             return 2.0 * self._picture.nbytes
-        if kind in ("matmul", "attention"):
+        if kind in ("matmul", "attention", "block", "compiled block"):
             return super().compute(kind)
         left, right, picture, filters = (
             self._floats if kind.startswith("fp32") else (self._left, self._right, self._picture, self._filters)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -72,7 +72,7 @@ def keep_shapes(graph: Graph, probed: DryRun, problem: Problem, store: Store) ->
     found = {}
     for phase, (begin, end) in zip(problem.phases, phase_spans(entries), strict=True):
         calls = [call for _, call in entries[begin:end]]
-        digests = {use.component: _component_digest(graph.components[use.component], calls) for use in phase.uses}
+        digests = {use.component: _component_digest(graph.components[use.component], calls, problem.allow) for use in phase.uses}
         activation = digest_of([_environment(problem), sorted(digests.values()), phase.first_bytes, phase.steady_bytes])
         found[phase.name] = asdict(Keys(activation, {name: digest_of([_environment(problem), of]) for name, of in digests.items()}))
     store.put("shapes", _graph_key(problem), found)
@@ -93,11 +93,12 @@ def _derived_keys(base: list[str], phase: PhaseNumbers) -> Keys:
     return Keys(digest_of(base), {use.component: digest_of([*base, use.component]) for use in phase.uses})
 
 
-def _component_digest(component: Component, calls: Sequence[Call]) -> str:
+def _component_digest(component: Component, calls: Sequence[Call], allow: Collection[str]) -> str:
     own = {id(call): call for call in calls if call.component == component.name}.values()
     kinds = {digest_of(replace(call, component="").plain()) for call in own}  # a component's name depends on the graph
     made_of = component.config if component.has_config else component.source
-    return digest_of([component.class_path, made_of, component.dtype, sorted(kinds)])
+    compiled = [component.compile] if component.is_compiled(allow) else []
+    return digest_of([component.class_path, made_of, component.dtype, sorted(kinds), *compiled])
 
 
 def _environment(problem: Problem) -> list[Any]:
@@ -105,7 +106,8 @@ def _environment(problem: Problem) -> list[Any]:
 
 
 def _graph_key(problem: Problem) -> str:
-    return digest_of([_environment(problem), problem.graph_digest, problem.settings])
+    compiled = [of for of in problem.allow if of == "compile"]
+    return digest_of([_environment(problem), problem.graph_digest, problem.settings, *compiled])
 
 
 def remember(solution: Solution, trace: Trace, store: Store) -> None:

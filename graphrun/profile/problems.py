@@ -73,10 +73,10 @@ def problem_of(
     directives that cannot be obeyed.
     """
     components = _components(graph, probed, hardware, limits)
-    phases, values = _phases(graph, probed, components, hardware)
+    phases, values = _phases(graph, probed, components, hardware, limits.allow)
     options = []
     for stage, name, option_run in stage_options:
-        own = _option_phases(graph, stage, option_run, components, hardware, values)
+        own = _option_phases(graph, stage, option_run, components, hardware, values, limits.allow)
         if [replace(of, trace=PhaseTrace()) for of in own] != [
             replace(of, trace=PhaseTrace()) for of in phases if of.stage == stage
         ]:
@@ -138,7 +138,7 @@ def option_phases_of(graph: Graph, allow: Collection[str]) -> tuple[tuple[str, s
 
 
 def _phases(
-    graph: Graph, probed: DryRun, components: Mapping[str, ComponentNumbers], hardware: Hardware
+    graph: Graph, probed: DryRun, components: Mapping[str, ComponentNumbers], hardware: Hardware, allow: Collection[str]
 ) -> tuple[tuple[PhaseNumbers, ...], tuple[ValueNumbers, ...]]:
     entries = probed.recording.entries()
     spans = phase_spans(entries)
@@ -148,6 +148,7 @@ def _phases(
     of = components.items()
     elsewhere = {name for name, component in of if any(variant.device != "device" for variant in component.variants)}
     on_helpers = {name for name, component in of if any(variant.helper for variant in component.variants)}
+    compiled = {name for name in components if graph.components[name].is_compiled(allow)}
     glue = glue_of(probed.recording, spans, hardware) if elsewhere else [0] * len(spans)
     traces = phase_traces_of(probed.recording, spans, hardware)
     phases = []
@@ -159,7 +160,10 @@ def _phases(
         phase = PhaseNumbers(
             stage=stage,
             index=stages[:number].count(stage),
-            uses=tuple(use_of(components[name], made, hardware, crossing=name in on_helpers) for name, made in calls.items()),
+            uses=tuple(
+                use_of(components[name], made, hardware, crossing=name in on_helpers, compiled=name in compiled)
+                for name, made in calls.items()
+            ),
             live_in_bytes=max(0, memory.entry_bytes - value_bytes),
             first_bytes=max(0, memory.first_bytes - memory.entry_bytes),
             steady_bytes=max(0, memory.steady_bytes - memory.entry_bytes),
@@ -177,9 +181,10 @@ def _option_phases(
     components: Mapping[str, ComponentNumbers],
     hardware: Hardware,
     values: Sequence[ValueNumbers],
+    allow: Collection[str],
 ) -> tuple[PhaseNumbers, ...]:
     """The phases of ``stage`` in a dry run with one of its options. ``values``: those of the dry run without it."""
-    phases, made = _phases(graph, option_run, components, hardware)
+    phases, made = _phases(graph, option_run, components, hardware, allow)
     own = [phase for phase in phases if phase.stage == stage]
     storages = {value.name: value.storages for value in values}
     keys = [zip(value.storages, storages.get(value.name, ()), strict=False) for value in made if value.producer == stage]

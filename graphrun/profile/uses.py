@@ -23,10 +23,13 @@ Order = tuple[tuple[int, int, float], ...]
 """The compute of a call in order: (group, block in the group, seconds). Group 0 is the remainder."""
 
 
-def use_of(component: ComponentNumbers, calls: Sequence[Call], hardware: Hardware, *, crossing: bool = False) -> Use:
+def use_of(
+    component: ComponentNumbers, calls: Sequence[Call], hardware: Hardware, *, crossing: bool = False, compiled: bool = False
+) -> Use:
     """How ``calls``, those of one phase, use ``component``; also split into layers, where it can be. ``crossing``: with the
-    bytes that cross to a helper and back: the most of any call."""
-    use = _block_use(component, calls, hardware)
+    bytes that cross to a helper and back: the most of any call. ``compiled``: its blocks run as compiled code, which takes their
+    seconds over `Hardware.compiled_gain`, where that was measured."""
+    use = _block_use(component, calls, hardware, hardware.compiled_gain or 1.0 if compiled else 1.0)
     layers = _layer_use(component.layers, calls, hardware) if component.layers is not None else None
     if not crossing:
         return replace(use, layers=layers)
@@ -62,9 +65,9 @@ def splittable_components(phases: Iterable[PhaseNumbers]) -> set[str]:
     return {use.component for use in uses} - {use.component for use in uses if use.layers is None}
 
 
-def _block_use(component: ComponentNumbers, calls: Sequence[Call], hardware: Hardware) -> Use:
+def _block_use(component: ComponentNumbers, calls: Sequence[Call], hardware: Hardware, gain: float) -> Use:
     distinct = {id(call): call for call in calls}
-    orders = {key: _compute_order(component, call, hardware) for key, call in distinct.items()}
+    orders = {key: _compute_order(component, call, hardware, gain) for key, call in distinct.items()}
     positions = _positions(component)
     groups_of = {key: {_block_at(positions, name.rpartition(".")[0])[0] for name in call.touched} for key, call in distinct.items()}
     reads = [sum(number in groups_of[id(call)] for call in calls) for number in range(len(component.groups))]
@@ -90,9 +93,9 @@ def _positions(component: ComponentNumbers) -> dict[str, tuple[int, int]]:
     return {path: (number, i) for number, of in enumerate(component.groups) for i, path in enumerate(of.blocks)}
 
 
-def _compute_order(component: ComponentNumbers, call: Call, hardware: Hardware) -> Order:
+def _compute_order(component: ComponentNumbers, call: Call, hardware: Hardware, gain: float = 1.0) -> Order:
     """The compute of a call in order: (group, block in the group, seconds). Group 0 is the remainder: compute outside of all
-    blocks."""
+    blocks. ``gain``: blocks that may be streamed take their seconds over it."""
     positions = _positions(component)
     around = {path: component.groups[_block_at(positions, path.rpartition(".")[0])[0]] for path in positions}
     loose_paths = tuple(path for path, group in around.items() if group.streamable)
@@ -102,6 +105,8 @@ def _compute_order(component: ComponentNumbers, call: Call, hardware: Hardware) 
         position = _block_at(positions, path)
         if f"{path}.".startswith(tuple(f"{of}." for of in loose_paths)) and (not found or found[-1][:2] != position):
             position = (0, 0)  # a loose module of a block computes while the block does not
+        if component.groups[position[0]].streamable:
+            seconds /= gain
         if found and found[-1][:2] == position and (component.granularity == "blocks" or not position[0]):
             seconds += found.pop()[2]
         found.append((*position, seconds))

@@ -24,6 +24,8 @@ def calibrate_screen(found: Mapping[str, Any]) -> str:
     ):
         rows.append([title, *(show(of[name]) if of is not None else "-" for of in (found["hardware"], found["assumed"]))])
     single = ", ".join(f"{name} {_compute(figures[f'{name}_flops_per_second'])}" for name in ("matmul", "attention"))
+    if found["hardware"]["compiled_gain"]:
+        rows.append(["compiled blocks", f"{found['hardware']['compiled_gain']:.2f} times as fast", "-"])
     title = f"profile {found['hardware']['name']}  measured in {found['measured_in_seconds']:.1f} s"
     return "\n".join([title, "", table(rows, {0}), "", f" compute: {single}", f" saved in {found['path']}"])
 

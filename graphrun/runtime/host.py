@@ -119,6 +119,16 @@ class Host:
         """Caches in the modules (functools.cache and the like) that hold tensors and are cleared between phases."""
         return memos(self.modules)
 
+    def clear_memos(self) -> None:
+        """Frees tensors that modules cache on the device (see `graphrun.modules.memos`)."""
+        for memo in self.memos:
+            memo.cache_clear()
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes on the device that `clear_memos` left there."""
+        return 0
+
     @functools.cached_property
     def held_attributes(self) -> tuple[HeldAttributes, ...]:
         """The attributes of all modules, in which stages may leave tables on the device. Without those of bitsandbytes' layers,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -90,6 +90,7 @@ class Run:
         self._slots: list[SlotTrace] = []
         self._open: OpenSlot | None = None
         self._follow(setting.problem, plan)
+        self._cached_bytes = setting.host.cached_bytes  # on the device since an earlier phase or run
         self._before = self._tiers()  # bytes by memory tier
         # of each device: peak bytes of the open slot, and bytes that this process could allocate in total
         self._at_failure = [(0, 0)] * len(self._device.every)
@@ -294,7 +295,8 @@ class Run:
 
     def _close(self) -> None:
         if self._open is not None:
-            self._slots.append(self._open.close())
+            closed = self._open.close()
+            self._slots.append(replace(closed, peak_bytes=max(0, closed.peak_bytes - self._cached_bytes)))
 
     def _report_progress(self) -> None:
         if self._progress is not None and self._open is not None:
@@ -316,19 +318,18 @@ class Run:
             device.release_cached()
 
     def _clear_memos(self) -> None:
-        """Frees tensors that modules cache on the device (see `graphrun.modules.memos`)."""
-        for memo in self._host.memos:
-            memo.cache_clear()
+        self._host.clear_memos()
+        self._cached_bytes = self._host.cached_bytes
 
     def _clear_attributes(self) -> None:
         for attributes in self._host.held_attributes:
             attributes.cache_clear()
 
     def _tiers(self, output_bytes: int = 0) -> dict[str, int]:
-        """Bytes in use by memory tier. On the device without loaded blocks, which a session keeps, and without ``output_bytes``,
-        which the caller received."""
+        """Bytes in use by memory tier. On the device without loaded blocks and caches, which a session keeps, and without
+        ``output_bytes``, which the caller received."""
         found = self._device.tiers()
-        found["device"] -= output_bytes
+        found["device"] -= output_bytes + self._host.cached_bytes
         for number, device in enumerate(self._device.every):
             own = self._host.residencies.values()
             found[f"device{number or ''}"] -= sum(residency.loaded_bytes(device) for residency in own)

@@ -10,6 +10,7 @@ import diffusers
 import pytest
 import torch
 import transformers
+from diffusers.models.modeling_utils import get_parameter_device
 from test_attach_pipelines import equal, weight_bytes
 from tiny_pipelines import cases, checked_peak_bytes, tiny
 
@@ -79,6 +80,22 @@ def test_a_weight_that_the_pipeline_reads_is_a_copy_that_keeps_no_block_on_the_d
     pipe, device = case.build(), SimulatedDevice(Machine())
     want = case.call(pipe)
     with graphrun.attach(pipe, vram=2 * weight_bytes(pipe), device=device) as attached:
+        assert equal(case.call(pipe), want)
+        assert checked_peak_bytes(attached, device)
+
+
+class Following(diffusers.StableDiffusionPipeline):
+    """Computes on the device of a component's first weight, as Cosmos 3 does."""
+
+    def encode_prompt(self, prompt: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().encode_prompt(prompt, get_parameter_device(self.unet), *args, **kwargs)
+
+
+def test_a_pipeline_may_compute_where_the_first_weight_of_a_component_says() -> None:
+    case = replace(cases()["StableDiffusionPipeline"], kind=Following)
+    pipe, device = case.build(), SimulatedDevice(Machine())
+    want = case.call(pipe)
+    with graphrun.attach(pipe, vram=int(0.9 * weight_bytes(pipe)), device=device) as attached:
         assert equal(case.call(pipe), want)
         assert checked_peak_bytes(attached, device)
 

@@ -98,6 +98,65 @@ def test_a_plan_is_checked_once_for_all_calls(roomy: Warm, monkeypatch: pytest.M
     assert checked[0] != checked[1] == roomy.attached.solution.plan  # type: ignore[union-attr]
 
 
+QWEN = "QwenImagePipeline"  # caches its tables of positions on the device, by `functools.lru_cache`
+
+
+def copied_bytes(warm: Warm) -> int:
+    """Bytes that a call copies to the device, whoever copies them."""
+    before = warm.device.machine.bytes_in
+    warm.call(num_inference_steps=1)
+    return warm.device.machine.bytes_in - before
+
+
+@pytest.mark.long
+def test_tables_that_a_module_cached_on_the_device_stay_where_all_fits() -> None:
+    """Further calls copy their arguments alone, as after ``.to(device)``. What is on another device is not taken for theirs."""
+    made = Warm(CASES[QWEN], 10.0)
+    with Machine():
+        elsewhere = made.plain.transformer.pos_embed._get_device_freqs(torch.device("sim"))
+    rope = made.pipe.transformer.pos_embed
+    tables_bytes = rope.pos_freqs.nbytes + rope.neg_freqs.nbytes
+    with made.attached:
+        assert elsewhere[0].device.type == "sim"
+        assert made.attached.held_bytes == 0
+        copied = [copied_bytes(made) for _ in range(3)]
+        assert copied[0] > tables_bytes > 20 * copied[1]
+        assert copied[1] == copied[2]
+        assert made.device.allocated_bytes == made.attached.held_bytes
+        assert made.attached._host.cached_bytes > tables_bytes
+        assert len(made.attached._plans) == 1, "they are not taken for the caller's"
+        made.attached.release()
+        assert made.device.allocated_bytes == made.attached.held_bytes == 0
+        copied_bytes(made)
+        assert made.device.allocated_bytes > 0
+    assert made.device.allocated_bytes == 0
+
+
+@pytest.mark.sweep("warm")
+def test_cached_tables_give_way_where_there_is_no_room_for_them() -> None:
+    budget_bytes = int(0.9 * weight_bytes(CASES[QWEN].build()))
+    for _ in range(2):
+        tight = Warm(CASES[QWEN], 0, vram=budget_bytes)
+        with tight.attached:
+            copied_bytes(tight)
+            assert tight.attached.trace is not None
+            room_bytes = budget_bytes - tight.attached.trace.peak_bytes
+            assert (tight.attached._host.cached_bytes > 0) == (room_bytes > 2**19)
+            budget_bytes -= room_bytes
+    assert room_bytes < 2**19
+    machine = Machine()
+    made, beside = (Warm(CASES[name], 10.0, device=SimulatedDevice(machine)) for name in (QWEN, "StableDiffusionPipeline"))
+    with made.attached, beside.attached:
+        copied_bytes(made)
+        assert (kept_bytes := made.attached._host.cached_bytes) > 0
+        beside.call()
+        assert made.attached._host.cached_bytes == kept_bytes, "there is room for both"
+        machine.capacity_bytes = machine.allocated_bytes + 1
+        beside.call()
+        assert made.attached._host.cached_bytes == 0, "before any weights"
+        assert machine.allocated_bytes == made.attached.held_bytes + beside.attached.held_bytes
+
+
 class Operators(TorchDispatchMode):
     """Counts operators."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy
 import pytest
 import torch
 from campaign import sampled
+from diffusers import DPMSolverMultistepScheduler
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -508,3 +510,21 @@ def test_random_initialization_is_skipped_on_meta(name: str) -> None:
         meta_module(component, graph.trust)
         draft(component, graph, component.dtype)
     assert not random_ops.names
+
+
+@pytest.mark.parametrize("given", ["source", "config"])
+def test_a_scheduler_that_diffusers_saved_with_an_infinity_is_read(given: str, tmp_path: Path) -> None:
+    """JSON has none; diffusers writes the default of its DPM schedulers so."""
+    saved = tmp_path / "scheduler"
+    DPMSolverMultistepScheduler(solver_order=3).save_pretrained(saved)
+    assert "-Infinity" in (saved / "scheduler_config.json").read_text()
+    for folder in ("configs", "tokenizers"):
+        (tmp_path / folder).symlink_to(GRAPHS / folder)
+    where = saved if given == "source" else saved / "scheduler_config.json"
+    mine = f"diffusers.DPMSolverMultistepScheduler, {given}: {where}"
+    text = (GRAPHS / "sdxl-tiny.yaml").read_text()
+    (tmp_path / "g.yaml").write_text(text.replace("diffusers.EulerDiscreteScheduler, config: configs/sdxl-scheduler.json", mine))
+    graph = load(tmp_path / "g.yaml")
+    made = build_part(graph.parts["scheduler"], graph)
+    assert isinstance(made, DPMSolverMultistepScheduler)
+    assert (made.config.solver_order, made.config.lambda_min_clipped) == (3, -math.inf)

@@ -91,6 +91,24 @@ def test_the_device_attribute_is_the_interceptors(seen: list[tuple[str, ...]]) -
     assert codec.device.type == "cpu"
 
 
+def test_weights_that_code_outside_lists_report_the_interceptors_device(seen: list[tuple[str, ...]]) -> None:
+    class Listing(Codec):
+        def forward(self, x: torch.Tensor) -> Any:
+            return next(self.parameters()).device.type, self.inner(x)
+
+    codec = Listing()
+    codec.register_buffer("table", torch.ones(1))
+    weights = list(codec.parameters())
+    with intercepted(codec, seen, torch.device("meta")):
+        listed = list(codec.parameters())
+        assert {tensor.device.type for tensor in (*listed, *codec.inner.parameters(), *codec.buffers())} == {"meta"}
+        assert [tensor.data_ptr() for tensor in listed] == [tensor.data_ptr() for tensor in weights]
+        assert [(t.dtype, t.shape, t.requires_grad) for t in listed] == [(t.dtype, t.shape, t.requires_grad) for t in weights]
+        assert type(listed[0] + 1) is torch.Tensor
+        assert codec(torch.ones(1, 2))[0] == "cpu", "its own code sees where they are"
+    assert all(one is other for one, other in zip(codec.parameters(), weights, strict=True))
+
+
 def test_offloading_to_the_cpu_does_nothing_and_other_moves_are_refused(seen: list[tuple[str, ...]]) -> None:
     codec = Codec().to(torch.float32)
     with intercepted(codec, seen, torch.device("meta")):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from graphrun.errors import InputError
 from graphrun.model.problem import Hardware
@@ -55,7 +57,7 @@ def test_the_compute_rate_weights_products_and_attention_as_flux_does(tmp_path: 
             }[kind]
 
         def compute(self, kind: str) -> float:
-            self.clock += {"matmul": 1.0, "attention": 2.0}[kind]
+            self.clock += {"matmul": 1.0, "attention": 2.0, "block": 3.0, "compiled block": 2.0}[kind]
             return 744.0
 
     monkeypatch.setattr(measuring, "_open", lambda kind: (devices.simulated(), Card()))
@@ -65,6 +67,37 @@ def test_the_compute_rate_weights_products_and_attention_as_flux_does(tmp_path: 
     assert measured.d2h_pageable_bytes_per_second == pytest.approx(12.5)
     assert measured.copy_start_seconds == pytest.approx(0.5), "what 512 bytes take beyond their 5.12 s"
     assert measured.flops_per_second == pytest.approx(744 / (0.595 / 0.744 + 2 * 0.149 / 0.744))
+    assert measured.compiled_gain == 0, "nobody asked for it"
+    with torch._dynamo.config.patch(disable=False):
+        measured, _ = measuring.calibrate("cpu", tmp_path, allowed_seconds=0.05, compiled=True)
+    assert measured.compiled_gain == pytest.approx(1.5)
+
+
+@pytest.mark.sweep("warm")
+def test_what_compiling_gains_is_measured_with_the_compiler_of_the_device() -> None:
+    if not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("Inductor needs a C++ compiler for the CPU: g++ or clang++")
+    target = measuring.Processor()
+    assert measuring.compiled_gain(target, 0.05) > 0
+    for written, compiled in zip(target.blocks["block"](), target.blocks["compiled block"](), strict=True):
+        assert written.isfinite().all()
+        assert torch.nn.functional.cosine_similarity(written.flatten().float(), compiled.flatten().float(), dim=0) > 0.999
+    torch.compiler.reset()
+
+
+def test_what_compiling_gains_is_not_measured_where_nothing_can_be_compiled(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no compiler for the simulated accelerator: leave out --compiled"):
+        measuring.calibrate("sim", tmp_path, compiled=True)
+
+    class WithoutCompiler(measuring.Processor):
+        def compute(self, kind: str) -> float:
+            raise torch._inductor.exc.InvalidCxxCompiler
+
+    what = r"blocks cannot be compiled here \(No working C\+\+ compiler found.*leave out --compiled"
+    with torch._dynamo.config.patch(disable=False), pytest.raises(InputError, match=what):
+        measuring.compiled_gain(WithoutCompiler(), 0.05)
+    with torch._dynamo.config.patch(disable=True), pytest.raises(InputError, match="switched off by TORCHDYNAMO_DISABLE=1"):
+        measuring.compiled_gain(measuring.Processor(), 0.05)
 
 
 GB = 10**9

@@ -101,6 +101,21 @@ def test_calls_give_seconds_if_their_component_was_resident(make_problem: Any, v
     assert found[slots[number].phase].seconds == seconds
 
 
+def test_block_times_of_compiled_and_of_plain_blocks_are_kept_apart(edited: Any, tmp_path: Path) -> None:
+    asking = "tiny-flux-transformer.json, dtype: bfloat16"
+    graph, store = edited("flux-tiny", (asking, f"{asking}, compile: blocks")), Store(tmp_path / "cache")
+
+    def seconds(*allow: str) -> Any:
+        of = graphrun.estimate(graph, vram="6M", ram="1G", hardware="sim", allow=allow, cache=store.folder)
+        return of, phase_of(of, "denoise").uses[0].seconds
+
+    (allowed, planned_seconds), (_, plain_seconds) = seconds("compile"), seconds()
+    solution = graphrun.plan(allowed)
+    feedback.remember(solution, trace_of(solution, slower=0.5, only="denoise"), store)
+    assert seconds("compile")[1] != planned_seconds
+    assert seconds()[1] == plain_seconds
+
+
 DAMAGED = [None, 3, [], {"": "x"}, {"": -1.0}, {"first_bytes": 1.5}, {"first_bytes": -1, "steady_bytes": True}]
 
 

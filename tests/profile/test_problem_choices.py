@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 import graphrun
 from graphrun.errors import GraphError, InputError
+from graphrun.profile.hardware import simulated
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 
@@ -112,3 +114,28 @@ def test_pin_directives_are_in_the_problem(edited: Callable[..., Any]) -> None:
     assert problem.demanded("vae") == {"pin"}
     with pytest.raises(InputError, match="pin vea: no such component; did you mean 'vae'"):
         estimate(edited("flux-tiny"), pin=["vea"])
+
+
+def test_compiled_blocks_take_their_seconds_over_what_compiling_was_measured_to_gain(edited: Callable[..., Any]) -> None:
+    graph = edited(
+        "flux-tiny", ("tiny-flux-transformer.json, dtype: bfloat16", "tiny-flux-transformer.json, dtype: bfloat16, compile: blocks")
+    )
+    twice = replace(simulated(), compiled_gain=2.0)
+    (plain, *_), (faster, *_), (refused, *_), (unmeasured, *_) = (
+        [use for phase in estimate(graph, hardware=on, allow=allow).phases for use in phase.uses if use.component == "transformer"]
+        for on, allow in ((simulated(), ()), (twice, ["compile"]), (twice, ()), (simulated(), ["compile"]))
+    )
+    blocks = [(k, i, seconds / 2 if k else seconds) for k, i, seconds in plain.order]
+    assert len(blocks) > 4
+    assert list(faster.order) == blocks
+    assert sum(faster.seconds) < sum(plain.seconds)
+    assert refused.order == unmeasured.order == plain.order
+    assert refused.seconds == unmeasured.seconds == plain.seconds
+
+
+def test_a_problem_does_not_mention_a_gain_that_was_not_measured(edited: Callable[..., Any]) -> None:
+    problem = estimate(edited("flux-tiny"))
+    assert "compiled_gain" not in problem.to_json()["hardware"]
+    measured = replace(problem, hardware=replace(problem.hardware, compiled_gain=1.5))
+    assert measured.to_json()["hardware"]["compiled_gain"] == 1.5
+    assert measured.digest != problem.digest

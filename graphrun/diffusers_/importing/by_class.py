@@ -137,7 +137,7 @@ def _add_described(found: Found, name: str, text: str, classes: list[type[Any]])
         config_file = path
         if not path.is_file():
             raise InputError(f"{where}: there is no file {path}")
-    config = read_json(config_file) if config_file is not None else None
+    config = read_json(config_file, infinite=True) if config_file is not None else None
     class_path = asked if colon else _class_named(config or {}, classes)
     if not class_path:
         named = ", ".join(map(path_of, classes)) or "a class"

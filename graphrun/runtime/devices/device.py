@@ -196,6 +196,10 @@ class Device(ABC):
     def holders(self) -> tuple[str, ...]:
         """Text for an error: the allocations on the device, largest first."""
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is in this device's own memory, which is not that of the host."""
+        return tensor.device == self.torch_device and tensor.device.type != "cpu"
+
     def storage_of(self, tensor: torch.Tensor) -> tuple[int, int]:
         """(key, bytes) of the storage of ``tensor``, which is on the device."""
         storage = tensor.untyped_storage()

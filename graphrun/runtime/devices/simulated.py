@@ -138,6 +138,11 @@ class SimulatedDevice(Device):
         """Size, dtype and shape of every live storage."""
         return tuple(f"{show_size(nbytes)} {dtype} {tuple(shape)}" for nbytes, shape, dtype in self.machine.live())
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether it is on this machine: one process may have several."""
+        allocation: Any = getattr(tensor, "allocation", None)
+        return allocation is not None and allocation.machine is self.machine
+
     def storage_of(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Key and bytes in the machine's ledger."""
         allocation: Any = getattr(tensor, "allocation")  # noqa: B009
