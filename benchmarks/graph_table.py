@@ -31,6 +31,7 @@ NAMES = (
     "sdxl-img2img",
     "sdxl-inpaint",
     "sdxl-controlnet",
+    "sdxl-depth",
     "sdxl-refined",
     "sd21-upscaled",
     "flux-kontext",

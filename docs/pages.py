@@ -118,6 +118,7 @@ server completes and checks by it, as the first line of each file of graphrun's 
         + f"""## ops
 
 Arguments with their kinds; those in bold are required. `call` and `block` take and return more: what the pipeline's class does.
+`depth` needs a component `depth_estimator` and a part `depth_processor` ([an example](howto/adapters.md#controlnet)).
 
 {table("op | arguments | outputs | options", ops())}
 An option is an alternative way to run a stage. `slicing` changes no output; the others need `--allow`.

@@ -117,6 +117,7 @@ OPERATIONS: Mapping[str, Operation] = _table(
         options={"tiling": "tiling", "slicing": "", "tiling+slicing": "tiling"},
         open=True,
     ),
+    Operation("depth", required={"image": "image"}, optional={}, outputs={"image": "image"}),
 )
 
 

@@ -26,6 +26,7 @@ from graphrun.modules.interceptor import CallInterceptor
 from graphrun.modules.trees import walk
 from graphrun.ops.block import block
 from graphrun.ops.call import call
+from graphrun.ops.depth import depth
 from graphrun.ops.diffusion import StageContext, decode, denoise, encode_prompt
 from graphrun.ops.function import call_function
 from graphrun.ops.outlines import materialized, outlined
@@ -40,6 +41,8 @@ OPS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "call": call,
     "block": block,
 }
+# These need no pipeline and run as functions of trusted packages do, with components and parts by name.
+FUNCTIONS: Mapping[str, Callable[..., Mapping[str, Any]]] = {"depth": depth}
 
 Observer = Callable[[str, Mapping[str, Any]], None]
 Before = Callable[[str], None]
@@ -128,7 +131,7 @@ class Stages:
         absent = {name: module for name, module in self.meta_modules.items() if name not in used}
         partial = all(stage.op == "encode_prompt" for stage in graph.stages)
         arguments = {key: self._value(value) for key, value in stage.arguments.items()}
-        own = resolve_function(stage.op, graph.trust, stage.where) if stage.operation.own else None
+        own = resolve_function(stage.op, graph.trust, stage.where) if stage.operation.own else FUNCTIONS.get(stage.op)
         called = graph.pipeline_called(stage.pipeline)
         failing = _typed_errors(stage, stage.op if own else called.class_path.rpartition(".")[2], _plain(arguments), own)
         with failing, CallInterceptor(absent, device, self._refuse), torch.no_grad():

@@ -51,7 +51,7 @@ def spoil(latents: torch.Tensor, vae: AutoencoderKL) -> dict[str, Image]:
 
 
 @graphrun.op(changes=["latents"])
-def double(latents: torch.Tensor, vae: AutoencoderKL) -> dict[str, Image]:
+def double(latents, vae: AutoencoderKL) -> dict[str, Image]:
     return sharpen(latents.mul_(2), vae)
 
 

@@ -66,6 +66,13 @@ def test_no_negative_prompt_differs_from_an_empty_one(tmp_path: Path) -> None:
         assert equal(run(graph, solution, inputs).outputs["image"], source.expected(**more)), more
 
 
+@pytest.mark.parametrize(("name", "text"), [("StableDiffusionXLPipeline", "blurry"), ("StableAudioPipeline", "")])
+def test_a_negative_prompt_that_is_set_is_the_inputs_default(name: str, text: str, tmp_path: Path) -> None:
+    source = saved(name, tmp_path)
+    graph = source.imported(sets={**source.sets, "negative_prompt": text}).write(tmp_path / "graph.yaml")
+    assert graph.inputs["negative_prompt"].default == text
+
+
 def test_inputs_other_than_the_defaults_give_the_pipelines_own_output(tmp_path: Path) -> None:
     source = saved("StableDiffusionPipeline", tmp_path)
     graph = source.imported().write(tmp_path / "graph.yaml")

@@ -22,13 +22,17 @@ from graphrun.modules.build import build, build_part, resolve_class
 TWINS = (
     "wan22-i2v",
     "flux-controlnet",
+    "flux2-dev",
+    "flux2-klein",
     "z-image",
     "chroma",
     "krea2",
     "sana",
     "stable-cascade",
+    "kandinsky5",
     "hunyuan-video15",
     "ltx2",
+    "stable-audio",
 )
 PICTURES = {"image": Image.linear_gradient("L").resize((64, 64)).convert("RGB")}
 SMALL = {"steps": 2, "height": 64, "width": 64}

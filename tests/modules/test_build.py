@@ -90,6 +90,7 @@ PARAMETERS = {
 PUBLISHED = {
     "chroma": {"transformer": "8.9"},
     "sd21-upscaled": {"unet": "0.87"},
+    "sdxl-depth": {"depth_estimator": "0.0248"},
     "z-image": {"transformer": "6", "text_encoder": "4"},
     "flux2-dev": {"transformer": "32", "text_encoder": "24"},
     "flux2-klein": {"transformer": "4", "text_encoder": "4"},

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers.pipelines import DepthEstimationPipeline
 
 from graphrun.graph.graph import Graph, Reference
 from graphrun.graph.loading import load
@@ -97,9 +98,14 @@ def plain_image(graph: Graph, modules: Mapping[str, nn.Module], inputs: Mapping[
 
 
 def by_hand(graph: Graph, modules: Mapping[str, nn.Module], inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The outputs of a graph of calls, made by diffusers' own pipelines on the CPU, one after the other."""
+    """The outputs of a graph of calls, made by the libraries' own pipelines on the CPU, one after the other."""
     made = {f"${name}": value for name, value in inputs.items()}
     for stage in graph.stages:
+        if stage.op == "depth":
+            processor = build_part(graph.parts["depth_processor"], graph)
+            estimate = DepthEstimationPipeline(model=modules["depth_estimator"], image_processor=processor)
+            made[f"${stage.name}.image"] = estimate(made[str(stage.arguments["image"])])["depth"].convert("RGB")
+            continue
         own = graph.pipeline_called(stage.pipeline)
         kind = resolve_class(own.class_path, graph.trust)
         parts = {name: build_part(part, graph) for name, part in graph.parts.items()}

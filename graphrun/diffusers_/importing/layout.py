@@ -53,9 +53,8 @@ def call_inputs(
 ) -> CallInputs:
     """The inputs of a call with ``arguments``: the ``plain`` ones, and media with the ``sizes`` given."""
     more = {*arguments, *further_inputs(trial.parameters, {})}
-    kept = {name: input_spec for name, input_spec in plain.items() if input_spec.parameter in more or name in ("seed", "steps")}
-    if "negative_prompt" in plain:
-        kept["negative_prompt"] = replace(plain["negative_prompt"], entry={"type": "str", "optional": True})
+    always = ("seed", "steps", "negative_prompt")
+    kept = {name: input_spec for name, input_spec in plain.items() if input_spec.parameter in more or name in always}
     inputs: dict[str, Mapping[str, Any]] = {name: kept[name].entry for name in plain if name in kept}
     inputs |= {name: _media_entry(name, inputs, sizes) for name in trial.media}
     inputs |= {name: _media_entry(name, inputs, sizes) | {"optional": True} for name in trial.offered}

@@ -140,7 +140,10 @@ def set_inputs(
 
     Raises InputError for a name that is not a parameter of the call.
     """
-    found = {name: replace(w, entry={**w.entry, "default": sets[name]}) if name in sets else w for name, w in plain.items()}
+    found = dict(plain)
+    for name in plain.keys() & sets.keys():
+        entry = {key: value for key, value in plain[name].entry.items() if key != "optional"}
+        found[name] = replace(plain[name], entry=entry | {"default": sets[name]})
     taken = {input_spec.parameter for input_spec in plain.values()} | {"self"}
     for name, value in sets.items():
         if name in plain or name in MEDIA_SIZES:
@@ -157,7 +160,7 @@ def _entry(kind: type[Any], pipeline: Any, parameter: str, default: Any) -> dict
     if parameter == "prompt":
         return {"type": "str"}
     if parameter == "negative_prompt":
-        return {"type": "str", "default": ""}
+        return {"type": "str", "optional": True}  # pipelines have texts of their own, or none, where it is left out
     if parameter == "generator":
         return {"type": "int", "default": 0, "minimum": 0}
     if isinstance(default, bool) or not isinstance(default, (int, float)):

@@ -114,11 +114,10 @@ def _split(trial: TrialPipeline, plain: Mapping[str, InputSpec], literals: Itera
     base["prompt"] = plain["prompt"].default or PLANNING_TEXT
     entries = {name: input_spec.entry for name, input_spec in plain.items()}
     call = CallInputs(entries, {}, {}, {name: input_spec.parameter for name, input_spec in plain.items()})
-    if "negative_prompt" in plain and _whole(trial, call, base | few) != _whole(
-        trial, call, base | few | {"negative_prompt": None}
-    ):
-        base["negative_prompt"] = None  # leaving it out is not the same as an empty text
-        entries["negative_prompt"] = {"type": "str", "optional": True}
+    empty, unset = {"negative_prompt": ""}, entries.get("negative_prompt", {}).get("optional")
+    if unset and _whole(trial, call, base | few) == _whole(trial, call, base | few | empty):
+        base |= empty  # the same as leaving it out
+        entries["negative_prompt"] = {"type": "str", "default": ""}
     trials: list[tuple[dict[str, Any], tuple[str, ...]]] = [({}, ())]
     trials += [({"guidance_scale": scale, **few}, ()) for scale in (1.0, 0.0) if "guidance_scale" in plain]
     trials += [({"batch": 2, **few}, ("batch",))] if "batch" in plain else []
