@@ -100,7 +100,7 @@ def test_pictures_come_from_the_actors_of_a_cluster_whichever_of_them_dies(
         graph = graphrun.load(tmp_path / "graphs" / "flux-tiny.yaml")
         children = psutil.Process(server.process.pid).children(recursive=True)
         assert server.stop() == 0
-        assert psutil.wait_procs(children, 30)[1] == []
+        assert psutil.wait_procs(children, 120)[1] == []  # Ray's agents look from time to time whether their parent lives
     requests = [{"prompt": f"prompt {seed}", "seed": seed} for seed in range(12)]
     single = graphrun.run_many(graph, requests, vram="4M", ram="8G", hardware="sim", reuse="none")
     for number, found in enumerate([*first, *later], 1):
