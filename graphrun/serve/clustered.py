@@ -56,23 +56,10 @@ class ClusterWorker(Worker):
         return self._past_seconds + (self._batch.seconds if self._batch is not None else 0.0)
 
     def _made(
-        self,
-        id: str,
-        group: Group,
-        graph: str,
-        inputs: Mapping[str, Any],
-        folder: Path,
-        suffix: str,
-        preview: bool,
-        budgets: Mapping[str, int],
-        beside: Collection[Group],
+        self, asked: Asked, group: Group, graph: Graph, budgets: Mapping[str, int], beside: Collection[Group]
     ) -> dict[str, Any]:
-        from graphrun.serve.together import Asked
-
         told = dict[str, Any]()
-        self._stream(
-            [Asked(id, 0, inputs, folder, suffix, preview)], self._graphs[graph], lambda _, made: told.update(made), strict=True
-        )
+        self._stream([asked], graph, lambda _, made: told.update(made), strict=True)
         if not told:
             raise Cancelled("cancelled")
         return told

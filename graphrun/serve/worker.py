@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrun import api
@@ -87,10 +86,12 @@ class Worker:
             return time.monotonic() - self._began
         return float(machine.seconds() - sum(session.unplanned_seconds for session in self._sessions.values()))
 
-    def run(self, id: str, group: Group, **asked: Any) -> None:
-        """Runs a request (arguments of `_made`) in the session of ``group``, and sends how it ended."""
+    def run(self, id: str, group: Group, graph: str, budgets: Mapping[str, int], beside: Collection[Group], **asked: Any) -> None:
+        """Runs a request (``asked``: further fields of `Asked`) in the session of ``group``, and sends how it ended."""
+        from graphrun.serve.together import Asked
+
         try:
-            made = self._made(id, group, **asked)
+            made = self._made(Asked(id, 0, **asked), group, self._graphs[graph], budgets, beside)
             self._tell("done", id=id, **made)
         except Cancelled:
             self._tell("cancelled", id=id)
@@ -112,28 +113,19 @@ class Worker:
         self._tell("failed", id=id, status=status, message=shown)
 
     def _made(
-        self,
-        id: str,
-        group: Group,
-        graph: str,
-        inputs: Mapping[str, Any],
-        folder: Path,
-        suffix: str,
-        preview: bool,
-        budgets: Mapping[str, int],
-        beside: Collection[Group],
+        self, asked: Asked, group: Group, graph: Graph, budgets: Mapping[str, int], beside: Collection[Group]
     ) -> dict[str, Any]:
-        """Runs ``graph`` within ``budgets``. Sessions of groups other than ``beside`` give up their memory first."""
-        from graphrun.serve.together import Asked, Keeper, Measured, saved
+        """Runs ``asked`` within ``budgets``. Sessions of groups other than ``beside`` give up their memory first."""
+        from graphrun.serve.together import Keeper, Measured, saved
 
         self._release(group, beside)
-        session = self._session(group, inputs, budgets)
-        before, asked, measured = session.current, Asked(id, 0, inputs, folder, suffix, preview), Measured()
-        journal = Keeper(asked, lambda **content: self._tell("step", id=id, **content))
-        trace = session.run(inputs, progress=lambda *_: self._refuse_cancelled(id), journal=journal)
+        session, measured = self._session(group, asked.inputs, budgets), Measured()
+        before = session.current
+        journal = Keeper(asked, lambda **content: self._tell("step", id=asked.id, **content))
+        trace = session.run(asked.inputs, progress=lambda *_: self._refuse_cancelled(asked.id), journal=journal)
         solution = session.current or session.solution
         measured.add(trace, solution, solution is before, self._others_bytes(group))
-        return saved(asked, trace.outputs, self._graphs[graph], self._settings.version, measured, solution.problem.digest)
+        return saved(asked, trace.outputs, graph, self._settings.version, measured, solution.problem.digest)
 
     def run_together(
         self,
