@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from graphrun.errors import BrokenPlan
-from graphrun.model.choices import reorder
+from graphrun.model.choices import BUFFERED_BLOCKS, reorder
 from graphrun.model.plan import Drop, Plan, Read
 from graphrun.model.problem import ComponentNumbers, Problem
 from graphrun.model.simulation import Simulation
@@ -48,16 +48,58 @@ def fastest(problem: Problem, *, layers: bool = True, enough: float = 0.0) -> So
 
     ``enough``: seconds within TOLERANCE of which a plan is not refined further.
     """
+    found = find(problem, layers=layers, enough=enough)
+    return None if found is None else found.solution
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A solution, and the integers of its program; None where it is the plan of another one."""
+
+    solution: Solution
+    choice: Choice | None
+
+
+def find(problem: Problem, *, layers: bool = True, enough: float = 0.0) -> Found | None:
+    """As `fastest`, for `find_near`."""
     tried = (_solve_as_split(each, enough=enough) for each in ever_finer(problem))
-    found = next((solution for solution in tried if solution is not None), None)
+    found = next((of for of in tried if of is not None), None)
     if found is None:
         return None
-    if layers and (worth := _worth_splitting(found)) is not None:
-        finer, once = split_into_layers(found.problem, {worth[0]}), problem.runs == 1
+    if layers and (worth := _worth_splitting(found.solution)) is not None:
+        finer, once = split_into_layers(found.solution.problem, {worth[0]}), problem.runs == 1
         other = _solve_as_split(finer, worth[1], enough, baselines=False) if once else _repeated_run(finer, worth[1], enough)
-        if other is not None and other.simulation.total_seconds * TOLERANCE <= found.simulation.total_seconds:
+        if other is not None and _seconds(other) * TOLERANCE <= _seconds(found):
             return other
     return found
+
+
+def find_near(problem: Problem, known: Found) -> Found | None:
+    """A plan with the stage order, options, variants, granularity and depth of rings of ``known`` that keeps nearly as many blocks
+    in every slot and takes at most TOLERANCE of its time; None where there is none. A fraction of the time of `find`.
+
+    ``problem`` differs from that of ``known`` in budgets and in what is set aside."""
+    if known.choice is None or many_runs(problem):  # of many runs, each is solved alone
+        return None
+    plan, of = known.solution.plan, as_split(problem, known.solution)
+    programs = [each.program for each in stage_choices(_with_choices_of(of, plan))[0]]
+    depth = max(BUFFERED_BLOCKS, int(known.choice.depths.max()))
+    answer = choose([Formulation(program, depth=depth, near=known.choice) for program in programs], REFINE_GOALS)
+    if answer is None:
+        return None
+    near = plan_of(answer.program, answer.choice, of, plan.options, plan.order)
+    objective = answer.program.seconds(answer.choice)
+    found = Found(Solution(of, near, simulate(of, near), min(known.solution.bound_seconds, objective), objective), answer.choice)
+    return found if _seconds(found) <= TOLERANCE * _seconds(known) else None
+
+
+def as_split(problem: Problem, found: Solution) -> Problem:
+    """``problem`` with the components split into layers that ``found`` has so."""
+    return split_into_layers(problem, {c.name for c in found.problem.components if c.granularity == "layers"})
+
+
+def _seconds(found: Found) -> float:
+    return found.solution.simulation.total_seconds
 
 
 def _worth_splitting(found: Solution) -> tuple[str, Formulation] | None:
@@ -86,24 +128,26 @@ def _with_choices_of(problem: Problem, plan: Plan) -> Problem:
     return replace(applied, components=tuple(only(component) for component in applied.components))
 
 
-def _repeated_run(problem: Problem, known: Formulation, enough: float) -> Solution | None:
+def _repeated_run(problem: Problem, known: Formulation, enough: float) -> Found | None:
     """A session's plan that repeats the plan of one run; None where backing stores do not fit for all runs. Used with layers: to
     solve a session with layers takes minutes, and where memory is that scarce little can stay for the next run."""
-    once = _solve_as_split(replace(problem, runs=1), known, enough / problem.runs)
-    if once is None:
+    found = _solve_as_split(replace(problem, runs=1), known, enough / problem.runs)
+    if found is None:
         return None
+    once = found.solution
     first = tuple(replace(s, actions=tuple(a for a in s.actions if not isinstance(a, Drop))) for s in once.plan.slots)
     again = tuple(replace(s, actions=tuple(a for a in s.actions if not isinstance(a, Read))) for s in first)
     plan = replace(once.plan, problem=problem.digest, slots=first, again=again)
     objective = problem.runs * once.objective_seconds
     least_further = (problem.runs - 1) * once.simulation.compute_seconds  # as if every copy of the further runs overlapped compute
     bound = min(once.bound_seconds + least_further, objective)
-    return checked_solution(problem, plan, bound, objective)
+    repeated = checked_solution(problem, plan, bound, objective)
+    return None if repeated is None else Found(repeated, None)
 
 
 def _solve_as_split(
     problem: Problem, known: Formulation | None = None, enough: float = 0.0, *, baselines: bool = True
-) -> Solution | None:
+) -> Found | None:
     """The best plan at the granularity of ``problem``; None: nothing fits. ``known``: a formulation, used for the program that it
     states. ``baselines``: `BASELINES` are tried too."""
     if surely_infeasible(problem):
@@ -121,7 +165,8 @@ def _solve_as_split(
     refined = [_refined(problem, chosen, answer, enough, baselines) for answer, chosen in pairs]
     program, best = min(refined, key=lambda each: each[1].rank())
     objective = program.seconds(best.choice)
-    return Solution(problem, best.plan, best.simulation, min(first.bound, objective) if every else 0.0, objective)
+    bound = min(first.bound, objective) if every else 0.0
+    return Found(Solution(problem, best.plan, best.simulation, bound, objective), best.choice)
 
 
 def _refined(problem: Problem, chosen: StageChoice, first: Answer, enough: float, baselines: bool) -> tuple[Program, _Candidate]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise
 from typing import Literal
 
 import numpy as np
@@ -39,12 +39,14 @@ TIME_SCALE = 100.0
 BLOCK_TOLERANCE = 1e-5  # in blocks: how far the solver may be from an integer
 COARSE_GAP = 1e-3  # with components split into layers: their many small groups leave far more plans that are equally good
 ZERO, ONE = Linear(), Linear({}, 1.0)
+NEAR = 3.0  # blocks by which a group may differ from a known choice
 
 
 class Formulation:
     """Rows and columns of ``program``. ``factors[t]`` multiplies the copy times of interval t, empty: 1; ``margins``: bytes to keep
     free; ``minimised_tier``: host tier whose bytes are to be minimised; ``depth``: blocks a ring holds at once, unless
-    single-buffered; ``leaves``: blocks per group to be on the device at the end.
+    single-buffered; ``leaves``: blocks per group to be on the device at the end; ``near``: a choice of a program with the same
+    groups and intervals, from which K and d differ by at most NEAR, where no component is split into layers.
 
     Goals, in scaled units: ``seconds``; ``copying``, seconds of copying blocks; ``moved``, bytes copied; ``memory``, the peak plus
     a little of the mean, so that nothing is loaded earlier than useful; ``peak`` alone; ``tier_bytes``, bytes of the tier to
@@ -59,10 +61,11 @@ class Formulation:
         minimised_tier: Tier | None = None,
         depth: int = BUFFERED_BLOCKS,
         leaves: Sequence[int] = (),
+        near: Choice | None = None,
     ) -> None:
         self.program, problem, intervals = program, program.problem, program.intervals
         self.factors, self.margins, self.minimised_tier, self.depth = factors, margins or {}, minimised_tier, depth
-        self.leaves = leaves
+        self.leaves, self.near = leaves, near
         self.bytes_unit = max(1, problem.effective_bytes) / MEMORY_SCALE
         self.seconds_unit = max(program.reference_seconds, 1e-9) / TIME_SCALE
         model = self.model = MilpModel(COARSE_GAP if any(group.by_layer for group in program.groups) else GAP)
@@ -95,6 +98,10 @@ class Formulation:
             start = 0 if program.part else program.run_length
             for j in range(len(program.groups)) if start != end else ():
                 model.add(self._kept(j, start, end))
+        if near is not None and not any(group.by_layer for group in program.groups):
+            for columns, known in ((self.present, near.present), (self.loaded, near.loaded)):
+                for of, count in zip(chain(*columns), known.ravel().tolist(), strict=True):
+                    model.add(of >= count - NEAR, of <= count + NEAR)
         for j, count in enumerate(leaves):
             after = self.present[end][j] + self.loaded[end][j]
             model.add(after >= float(count) if program.groups[j].movable else after.equals(float(count)))

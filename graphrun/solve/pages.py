@@ -17,8 +17,7 @@ from math import inf
 from graphrun.model.allocator import LARGE_PAGE_BYTES
 from graphrun.model.problem import PhaseNumbers, Problem
 from graphrun.model.solution import Solution
-from graphrun.solve.fastest import fastest
-from graphrun.solve.granularity import split_into_layers
+from graphrun.solve.fastest import Found, as_split, fastest, find, find_near
 from graphrun.solve.least import has_usable_variants, smallest_tensor_budget, with_ample_host
 from graphrun.units import round_up
 from graphrun.verify.solution import checked_solution, in_pages
@@ -100,16 +99,21 @@ def _with_budget(problem: Problem, nbytes: int) -> Problem:
 
 
 def _within_pages(problem: Problem) -> Solution | None:
-    """The best plan found that keeps to the budget in pages. One as fast as the one before, of more memory, is not refined."""
+    """The best plan found that keeps to the budget in pages. First it is sought near the one before, of more memory; one as fast
+    as that is not refined."""
     reserve = dict[tuple[str, str], int]()
     bound: float | None = None
-    enough = 0.0
+    known: Found | None = None
     page_bytes = max(1, int(LARGE_PAGE_BYTES * problem.hardware.page_scale))
     for trial in range(ROUNDS):
-        found = fastest(with_reserve(problem, reserve), enough=enough)
-        if found is None:
+        of = with_reserve(problem, reserve)
+        near = find_near(of, known) if known else None
+        if near is None:
+            near = known = find(of, enough=known.solution.simulation.total_seconds if known else 0.0)
+        if near is None:
             return None
-        bound, enough = found.bound_seconds if bound is None else bound, found.simulation.total_seconds
+        found = near.solution
+        bound = found.bound_seconds if bound is None else bound
         solution = carried_over(problem, found, bound) if reserve else in_pages(found)
         if solution is None or not (short := solution.short_of_pages()):
             return solution
@@ -119,8 +123,7 @@ def _within_pages(problem: Problem) -> Solution | None:
 
 def carried_over(problem: Problem, found: Solution, bound_seconds: float) -> Solution | None:
     """The plan of ``found`` as a solution of ``problem``, whose numbers differ in budgets and in what is set aside."""
-    layers = {component.name for component in found.problem.components if component.granularity == "layers"}
-    of = split_into_layers(problem, layers)
+    of = as_split(problem, found)
     objective = found.objective_seconds
     return checked_solution(of, replace(found.plan, problem=of.digest), min(bound_seconds, objective), objective)
 

@@ -23,7 +23,7 @@ MARGIN_GROWTH = 256
 # program.
 LARGE, MOST_LARGE = 850, 4000
 LARGE_GAPS = (1e-4, 1e-3, 1e-3)
-TIE_NODES, REFINE_NODES = 1000, 500  # of a search that breaks a tie in a large program; of one with higher copy times
+TIE_NODES, REFINE_NODES = 200, 500  # of a search that breaks a tie in a large program; of one with higher copy times
 HUGE, HUGE_GAP = 8000, 1e-3  # gap of seconds above this many columns, which no reference graph has
 ROUNDING_GAPS = (2e-4, 3e-3)  # gap when counts of layers are rounded; the second above MOST_LARGE columns
 COPY_WEIGHT = 0.01  # weight of a second of copying relative to a second of the plan, where both are in one goal
@@ -92,7 +92,7 @@ def choose(formulations: Sequence[Formulation], goals: Sequence[Goal] = GOALS) -
         if not excess:
             return Answer(number, program, choice, bound, of.model.size > LARGE)
         more = {tier: of.margins.get(tier, 0) + MARGIN_GROWTH**trial * nbytes for tier, nbytes in excess.items()}
-        formulations[number] = Formulation(of.program, of.factors, {**of.margins, **more}, depth=of.depth, leaves=of.leaves)
+        formulations[number] = Formulation(of.program, of.factors, {**of.margins, **more}, None, of.depth, of.leaves, of.near)
     raise BrokenPlan("the solver found no plan where one exists, which is a bug; report it with the JSON form of the problem")
 
 
