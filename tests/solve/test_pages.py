@@ -16,7 +16,8 @@ from graphrun.profile.dry_run import probe
 from graphrun.profile.hardware import hardware
 from graphrun.profile.problems import Limits, problem_of
 from graphrun.report.whatif_screens import infeasible_screen
-from graphrun.solve.fastest import fastest
+from graphrun.solve import pages
+from graphrun.solve.fastest import Found, fastest, find, find_near
 from graphrun.solve.infeasible import Infeasible
 from graphrun.solve.least import smallest_tensor_budget
 from graphrun.solve.pages import smallest_budget, solved, with_reserve
@@ -73,6 +74,18 @@ def test_what_pages_take_is_set_aside_and_no_more(flux: Problem) -> None:
     stricter = fastest(with_reserve(flux, short))
     assert stricter is not None
     assert solve(flux).simulation.seconds <= stricter.simulation.seconds
+
+
+def test_the_next_plan_is_sought_near_the_one_before(flux: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, near = list[Problem](), list[Found | None]()
+    monkeypatch.setattr(pages, "find", lambda problem, **options: (whole.append(problem), find(problem, **options))[1])
+    monkeypatch.setattr(pages, "find_near", lambda *asked: (near.append(find_near(*asked)), near[-1])[1])
+    solution = solve(flux)
+    assert whole == [flux], "the program as a whole is solved once"
+    found = near[-1]
+    assert found is not None
+    assert found.solution.plan.slots == solution.plan.slots
+    assert find_near(replace(flux, budget_bytes=6 * GIB), found) is None, "slower by far, or none"
 
 
 def test_a_further_run_begins_with_what_the_first_one_left(make_problem: Any) -> None:
