@@ -81,6 +81,7 @@ def test_explain_screen_at_8_gib(solution_8g: Any, compare: Any) -> None:
     compare("flux-dev-8g-explain", explain_screen(solution_8g))
 
 
+@pytest.mark.long
 def test_infeasible_screen(make_problem: Any, compare: Any) -> None:
     with pytest.raises(Infeasible) as caught:
         solve(make_problem("flux-dev", 2 * GIB, 16 * GIB, hardware="rtx4090"))

@@ -58,6 +58,7 @@ def test_pruning_dominated_variants_keeps_the_optimum(seed: int) -> None:
 @pytest.mark.long
 @QUICK
 @given(SEEDS, st.sampled_from(["vram", "ram", "pinned", "allow", "spill"]))
+@pytest.mark.long
 def test_more_of_anything_never_costs_time(seed: int, what: str) -> None:
     of = random_problem(seed)
     more = {
@@ -131,6 +132,7 @@ def columns(problem: Problem) -> list[int]:
     return [Formulation(each.program).model.size for each in stage_choices(problem)[0]]
 
 
+@pytest.mark.long
 def test_no_more_is_solved_than_the_bounds() -> None:
     few, many = (tuple(f"s{number}" for number in range(count)) for count in (4, 30))
     assert len(columns(ordered(few, ()))) == 24
@@ -141,6 +143,7 @@ def test_no_more_is_solved_than_the_bounds() -> None:
     assert sum(found) <= MOST_STAGE_COLUMNS + max(found)
 
 
+@pytest.mark.long
 def test_combinations_of_options_are_not_all_made() -> None:
     stages = tuple(f"s{number}" for number in range(11))
     of = ordered(stages, None)

@@ -48,6 +48,7 @@ def agrees(of: Problem, found: dict[str, float | None]) -> None:
 GRAPHS = ("flux-dev", "sdxl", "hidream", "cogview4", "wan-14b", "auraflow")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sampled(GRAPHS, ["flux-dev", "cogview4", "wan-14b"], "cpsat"))
 def test_real_graphs_at_several_budgets(name: str, tmp_path: Path) -> None:
     budgets = (2, 8, 48) if name == "hidream" else (2, 4, 6, 8, 12, 16, 24)  # CP-SAT is slow with four encoders
@@ -57,6 +58,7 @@ def test_real_graphs_at_several_budgets(name: str, tmp_path: Path) -> None:
         agrees(of, found[gib])
 
 
+@pytest.mark.long
 def test_real_graphs_with_backing_stores_and_precisions(tmp_path: Path) -> None:
     problems = {
         f"{gib} {ram} {len(allow)}": replace(with_backing_stores(real("flux-dev", gib), ram), allow=allow)
@@ -68,6 +70,7 @@ def test_real_graphs_with_backing_stores_and_precisions(tmp_path: Path) -> None:
         agrees(of, found[name])
 
 
+@pytest.mark.long
 def test_a_session_of_a_real_graph(tmp_path: Path) -> None:
     problems = {str(gib): replace(real("sdxl", gib), runs=4) for gib in (12, 24)}
     found = least(problems, tmp_path)

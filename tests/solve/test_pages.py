@@ -26,6 +26,7 @@ from graphrun.units import GIB, MIB
 from graphrun.verify.pages import reserved_bytes
 from graphrun.verify.solution import in_pages
 
+pytestmark = pytest.mark.long  # most of them trace a graph at true size
 ACTIVATION = 7 * MIB
 GRAPHS = Path(__file__).parents[2] / "graphs"
 

@@ -55,6 +55,7 @@ def test_real_graphs(name: str) -> None:
         assert excess(real(name, gib)) <= 0, gib
 
 
+@pytest.mark.long
 def test_real_graphs_with_backing_stores_and_precisions() -> None:
     for gib, ram, allow in ((8, 16, ()), (8, 32, ()), (16, 16, ()), (16, 32, ("fp8",))):
         assert excess(replace(with_backing_stores(real("flux-dev", gib), ram), allow=allow)) <= 0, (gib, ram)
