@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -21,6 +21,7 @@ from graphrun.cli.running import files_for, saved, stopping
 from graphrun.cli.terminal import coloured
 from graphrun.errors import InputError, Interrupted
 from graphrun.report import plan_files as planfile
+from graphrun.trace import Trace
 
 
 @app.command()
@@ -83,7 +84,6 @@ def run(
         run_batch(loaded, asked, inputs, output, as_json=as_json, resume=resume, strict=strict, overwrite=overwrite, **many)
         return
     from graphrun.report.outputs import made_of
-    from graphrun.report.perfetto import trace_json
     from graphrun.report.preview import Preview
     from graphrun.report.progress import Progress
     from graphrun.report.screen import listed, measured_screen, plan_screen
@@ -129,12 +129,18 @@ def run(
         planfile.save(plan_file, made.source, solution, summary)
     written = [str(path) for path in saved(trace.outputs, target, made.graph, values, solution.problem.digest)]
     if trace_file is not None:
-        plan = planfile.content(trace_file, made.source, solution, summary)
-        folder = trace_file.resolve().parent
-        files = [os.path.relpath(Path(path).resolve(), folder) for path in written]
-        about = {"date": datetime.now().astimezone().isoformat(" ", "minutes"), "files": files}
-        about |= made_of(made.graph.name, values, solution.problem.digest, graphrun.__version__)
-        planfile.write_json(trace_file, trace_json(trace_file.name, trace, plan, about))
+        about = made_of(made.graph.name, values, solution.problem.digest, graphrun.__version__)
+        _save_trace(trace_file, trace, planfile.content(trace_file, made.source, solution, summary), written, about)
     show(summary, as_json, measured_screen(solution, trace, written, shown))
     if broken_caps(solution, trace):
         raise typer.Exit(4)
+
+
+def _save_trace(file: Path, trace: Trace, plan: dict[str, Any], written: list[str], made: dict[str, Any]) -> None:
+    """Writes the trace of a run with its ``plan``, the paths of the files that it wrote, and what these were ``made`` of."""
+    from graphrun.report.perfetto import trace_json
+
+    folder = file.resolve().parent
+    files = [os.path.relpath(Path(path).resolve(), folder) for path in written]
+    about = {"date": datetime.now().astimezone().isoformat(" ", "minutes"), "files": files, **made}
+    planfile.write_json(file, trace_json(file.name, trace, plan, about))

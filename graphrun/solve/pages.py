@@ -107,14 +107,13 @@ def _within_pages(problem: Problem) -> Solution | None:
     page_bytes = max(1, int(LARGE_PAGE_BYTES * problem.hardware.page_scale))
     for trial in range(ROUNDS):
         of = with_reserve(problem, reserve)
-        near = find_near(of, known) if known else None
-        if near is None:
-            near = known = find(of, enough=known.solution.simulation.total_seconds if known else 0.0)
-        if near is None:
+        found = find_near(of, known) if known else None
+        if found is None:
+            found = known = find(of, enough=known.solution.simulation.total_seconds if known else 0.0)
+        if found is None:
             return None
-        found = near.solution
-        bound = found.bound_seconds if bound is None else bound
-        solution = carried_over(problem, found, bound) if reserve else in_pages(found)
+        bound = found.solution.bound_seconds if bound is None else bound
+        solution = carried_over(problem, found.solution, bound) if reserve else in_pages(found.solution)
         if solution is None or not (short := solution.short_of_pages()):
             return solution
         reserve |= {key: nbytes if trial < ROUNDS - 3 else round_up(nbytes, page_bytes) for key, nbytes in short.items()}
