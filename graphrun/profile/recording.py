@@ -87,7 +87,8 @@ class Call:
     ``loose``: modules inside a block that were called, or of which a tensor was read, while the block did not run.
     ``input_bytes``: bytes of the device tensors among the arguments; ``output_bytes``: among the results. ``kept``: keys of tensors
     that the component keeps after the call and reuses (position tables) or replaces (frames for the next piece) in later calls; of
-    a section, keys of its results. ``hops``: calls of blocks, in order of their ends.
+    a section, keys of its results. ``results``: keys of the results' storages, in their order. ``hops``: calls of blocks, in order
+    of their ends.
     """
 
     component: str = ""
@@ -104,6 +105,7 @@ class Call:
     input_bytes: int = 0
     output_bytes: int = 0
     kept: list[int] = field(default_factory=list)
+    results: list[int] = field(default_factory=list)
     hops: list[Hop] = field(default_factory=list)
 
     def levels(self) -> list[int]:
