@@ -209,7 +209,8 @@ class Planner:
         device. Of more than two devices these are known from the pairs."""
         pairs = [kind._replace(helpers=(of,)) for of in dict.fromkeys(kind.helpers)] or [kind]
         each = [self._uses(pair, stage) for pair in pairs]
-        return min(sum(map(min, zip(*way, strict=True))) for way in zip(*each, strict=True))
+        ways = [[min(of) for of in zip(*way, strict=True)] for way in zip(*each, strict=True)]
+        return min(map(sum, ways))
 
     def _uses(self, kind: Kind, stage: str) -> list[list[float]]:
         """Least seconds of each use of a component in ``stage``, for each way to run it."""
