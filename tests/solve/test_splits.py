@@ -18,6 +18,7 @@ from graphrun.errors import PlanError
 from graphrun.model.choices import apply_choices
 from graphrun.model.problem import BlockGroup, ComponentNumbers, Helper, LiveTensor, PhaseNumbers, Problem, Use, Variant
 from graphrun.model.splits import in_a_row, segments_of
+from graphrun.solve.fastest import find, find_near
 from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import stage_choices
 from graphrun.solve.search import choose
@@ -188,6 +189,14 @@ def test_what_one_device_cannot_hold_is_split_and_nothing_is_streamed() -> None:
     alone = solve(replace(of, helpers=(replace(of.helpers[0], budget_bytes=0),)))
     assert not alone.plan.splits
     assert solution.simulation.total_seconds < alone.simulation.total_seconds
+
+
+def test_near_a_split_plan_none_is_sought() -> None:
+    of = replace(transformer(helper_bytes=6000), runs=1)
+    found = find(of)
+    assert found is not None
+    assert found.solution.plan.splits
+    assert find_near(of, found) is None
 
 
 def test_over_two_helpers_intervals_do_not_cross() -> None:
