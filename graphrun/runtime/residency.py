@@ -144,9 +144,13 @@ class Residency:
 
     def loaded_bytes(self, device: Device | None = None) -> int:
         """Bytes of the loaded blocks, on ``device`` or on all."""
-        loaded = ((path, block) for path, block in self._blocks.items() if block.buffer is not None)
-        on = (block for path, block in loaded if device is None or self.device_of(path).memory == device.memory)
-        return sum(round_up(block.nbytes, ALLOCATION_BYTES) for block in on)
+        on = (path for path in self._blocks if device is None or self.device_of(path).memory == device.memory)
+        return sum(map(self.held_bytes, on))
+
+    def held_bytes(self, path: str) -> int:
+        """Bytes that the device buffer of block ``path`` takes; 0 where there is none."""
+        buffer = self._blocks[path].buffer
+        return 0 if buffer is None else round_up(self.device_of(path).storage_of(buffer)[1], ALLOCATION_BYTES)
 
     @property
     def loaded(self) -> tuple[str, ...]:
