@@ -57,10 +57,10 @@ def cluster_of(devices: int) -> Cluster:
 
 def figures(placement: Placement, stream: bool) -> dict[str, Any]:
     """The figures of one placement; ``stream``: with those of a simulated stream."""
-    hours = sum(PRICES[of.device.hardware.name] for of in placement.assignments) / 3600
+    hours = sum(PRICES[device.hardware.name] for of in placement.assignments for device in of.devices) / 3600
     held: dict[str, int] = {}
     for of in placement.assignments:
-        key = f"{of.device.hardware.name}: {' '.join(of.stages)}"
+        key = f"{'+'.join(device.hardware.name for device in of.devices)}: {' '.join(of.stages)}"
         held[key] = held.get(key, 0) + 1
     return {
         "items_per_second": round(placement.items_per_second, 6),

@@ -231,14 +231,13 @@ def _graphrun(books: Books, of: Subject, asked: Mapping[str, Any], encode: bool)
     from graphrun.model.choices import apply_choices
     from graphrun.runtime.executor import Session, stages_for
     from graphrun.runtime.host import Host
-    from graphrun.verify.simulate import simulate
     from graphrun.verify.solution import solution_of
 
     graph = of.graph.until("encode") if encode and not of.encodes_only else of.graph
     problem = _problem(of, graph, asked, books.on.name)
     solution = graphrun.plan(problem)
     problem = solution.problem
-    plan, planned = solution.plan, simulate(problem, solution.plan)
+    plan, planned = solution.plan, solution.simulation
     given = of.modules if asked["folder"] is None else {}
     books.modules, device = given, books.on.executor()
     host = Host.of_graph(graph, apply_choices(problem, plan), device, {c.name: given[c.name] for c in problem.components if given})

@@ -38,7 +38,7 @@ def check(
 
     if files.is_placement(read_json(plan, PlanError)):
         of = files.read(plan)[0]
-        ok = f"ok: {len(of.assignments)} devices, {of.items} items take {show_seconds(of.seconds)}"
+        ok = f"ok: {sum(len(each.devices) for each in of.assignments)} devices, {of.items} items take {show_seconds(of.seconds)}"
         show({"ok": True, "violations": []}, as_json, ok)
         return
     try:

@@ -1,4 +1,4 @@
-"""Workers as actors of Ray, one per device in a placement group; values go through its object store.
+"""Workers as actors of Ray, one per device, or per column of several, in a placement group; values go through its object store.
 
 An actor that dies is started again by Ray in the same place, and what it was asked to run is run again. Ray sends no usage
 statistics from here, and a cluster that is started here has no dashboard.
@@ -23,7 +23,7 @@ from graphrun.batch.schedule import Segment
 from graphrun.cluster.flow import Flow, segments_of
 from graphrun.cluster.machines import Cluster, Device
 from graphrun.cluster.place import place
-from graphrun.cluster.placement import Objective, Placement
+from graphrun.cluster.placement import Assignment, Objective, Placement
 from graphrun.cluster.worker import LostValue, Report, Worker
 from graphrun.errors import DeviceLost, InputError
 from graphrun.graph.graph import Graph
@@ -82,9 +82,9 @@ class _Ticket(NamedTuple):
 class _Actor:
     """A `Worker` in a process of its own."""
 
-    def __init__(self, device: Device, threads: int) -> None:
+    def __init__(self, name: str, threads: int) -> None:
         torch.set_num_threads(threads)  # kernels of the CPU round by their number
-        self._device = device
+        self._name = name
         self._worker: Worker | None = None
 
     def run(self, segment: Sequence[Any], inputs: Mapping[str, Any], values: Sequence[Any]) -> tuple[bytes, Report]:
@@ -92,7 +92,7 @@ class _Actor:
         if self._worker is None:
             import ray
 
-            self._worker = Worker(ray.get(segment[0]), self._device)
+            self._worker = Worker(ray.get(segment[0]), self._name)
         return self._worker.run(inputs, [functools.partial(_value, reference) for reference in values])
 
     def release(self) -> None:
@@ -124,34 +124,38 @@ class Actors(contextlib.ExitStack):
         self.turn_to(segments, placement)
 
     def turn_to(self, segments: Sequence[Segment], placement: Placement) -> None:
-        """From now on runs are of ``placement``, on the same cluster. All actors leave devices and memory empty first."""
+        """From now on runs are of ``placement``, on the same cluster. All actors leave devices and memory empty first, or end where
+        devices are to be held together that were not before, or no longer."""
+        wanted = {device.name: of.name for of in placement.assignments for device in of.devices}
+        if any(wanted.get(device, name) != name for name in self._every for device in name.split("+")):
+            self.close()
+            self._every.clear()
         self._ray.get([actor.release.remote() for actor in self._every.values()])
-        devices = [of.device for of in placement.assignments]
-        if missing := [device for device in devices if device.name not in self._every]:
+        if missing := [of for of in placement.assignments if of.name not in self._every]:
             self._start(missing, placement.cluster)
-        self._actors = [self._every[device.name] for device in devices]
+        self._actors = [self._every[of.name] for of in placement.assignments]
         self._segments = [self._ray.put(segment) for segment in segments]
 
-    def _start(self, devices: Sequence[Device], cluster: Cluster) -> None:
-        """Starts the actors of ``devices``."""
+    def _start(self, assignments: Sequence[Assignment], cluster: Cluster) -> None:
+        """Starts the actors of ``assignments``."""
         ray, nodes = self._ray, _nodes(self._ray, cluster)
-        bundles = [_bundle(device, nodes) for device in devices]
+        bundles = [_bundle(of.devices, nodes) for of in assignments]
         places = ray.util.placement_group(bundles, strategy="PACK")
         self.callback(ray.util.remove_placement_group, places)
         if not places.wait(READY_SECONDS):
             self.close()
-            raise InputError(f"Ray has no room for {', '.join(of.name for of in devices)}: it has {ray.available_resources()}")
-        for number, device in enumerate(devices):
+            raise InputError(f"Ray has no room for {', '.join(of.name for of in assignments)}: it has {ray.available_resources()}")
+        for number, of in enumerate(assignments):
             actor = ray.remote(_Actor).options(
                 num_cpus=CPUS,
                 num_gpus=bundles[number].get("GPU", 0),
                 max_restarts=-1,
                 max_task_retries=RETRIES,
-                runtime_env={"env_vars": _visible(device)},
+                runtime_env={"env_vars": _visible(of.devices)},
                 scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(places, number),
             )
-            self._every[device.name] = actor.remote(device, torch.get_num_threads())
-            self.callback(ray.kill, self._every[device.name])
+            self._every[of.name] = actor.remote(of.name, torch.get_num_threads())
+            self.callback(ray.kill, self._every[of.name])
 
     def begin(self, worker: int, inputs: Mapping[str, Any], values: Sequence[Any]) -> _Ticket:
         """Begins a run of actor number ``worker``, after those begun before."""
@@ -185,16 +189,18 @@ class Actors(contextlib.ExitStack):
         return dict(unpack(_value(handle)))
 
 
-def _bundle(device: Device, nodes: Mapping[str, str]) -> dict[str, float]:
-    node = {f"node:{nodes[device.host]}": CPUS} if device.host in nodes else {}
-    return {"CPU": CPUS, **({"GPU": 1} if device.hardware.device == "cuda" else {}), **node}
+def _bundle(devices: Sequence[Device], nodes: Mapping[str, str]) -> dict[str, float]:
+    host, gpus = devices[0].host, sum(of.hardware.device == "cuda" for of in devices)
+    node = {f"node:{nodes[host]}": CPUS} if host in nodes else {}
+    return {"CPU": CPUS, **({"GPU": gpus} if gpus else {}), **node}
 
 
-def _visible(device: Device) -> dict[str, str]:
-    """The environment in which ``device`` is the only CUDA device."""
-    if device.hardware.device != "cuda":
+def _visible(devices: Sequence[Device]) -> dict[str, str]:
+    """The environment in which ``devices`` are the only CUDA devices, in this order."""
+    if devices[0].hardware.device != "cuda":
         return {}
-    return {"CUDA_VISIBLE_DEVICES": device.torch.partition(":")[2] or "0", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    numbers = ",".join(of.torch.partition(":")[2] or "0" for of in devices)
+    return {"CUDA_VISIBLE_DEVICES": numbers, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
 def _nodes(ray: Any, cluster: Cluster) -> dict[str, str]:

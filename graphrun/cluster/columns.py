@@ -1,4 +1,5 @@
-"""Columns of the master program: stages on a kind of device, priced by the planner when a bound says that they may be chosen.
+"""Columns of the master program: stages on a kind of device, or on several devices of one host, priced by the planner when a bound
+says that they may be chosen.
 
 share of the host's memory    1      whole plan: RAM it takes, seconds
                               1/2    the largest of SHARES below what that took: less RAM, no faster
@@ -7,8 +8,10 @@ share of the host's memory    1      whole plan: RAM it takes, seconds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement
 from typing import Any, NamedTuple
 
 from graphrun import api
@@ -18,19 +21,47 @@ from graphrun.cluster.placement import Column, column_of
 from graphrun.files import Store
 from graphrun.graph.graph import Graph
 from graphrun.model.choices import use_with
-from graphrun.model.problem import Hardware, PhaseNumbers, Problem, Use
+from graphrun.model.problem import Hardware, Helper, Problem, Use
 from graphrun.store import fitting_for
 
-SHARES = (1.0, 3 / 4, 1 / 2, 1 / 3, 1 / 4, 1 / 8)  # of a host's RAM and page-locked RAM that one device may take
+SHARES = (1.0, 3 / 4, 1 / 2, 1 / 3, 1 / 4, 1 / 8)  # of a host's RAM and page-locked RAM that one column may take
+TOGETHER = 4  # devices of a host in one column, at most
+MOST_KINDS = 40  # of columns of a host, above which fewer devices are taken together, but two
 
 
 class Kind(NamedTuple):
-    """Devices that are alike: hardware, VRAM budget, and what the host has of RAM and page-locked RAM (None: as RAM)."""
+    """Devices that are alike: hardware, VRAM budget, and what the host has of RAM and page-locked RAM (None: as RAM). ``helpers``:
+    of one with further devices of its host."""
 
     hardware: Hardware
     vram_bytes: int
     ram_bytes: int
     pinned_bytes: int | None
+    helpers: tuple[Helper, ...] = ()
+
+    @property
+    def members(self) -> tuple[Kind, ...]:
+        """The kind of each of its devices, the main one first."""
+        others = (self._replace(hardware=of.hardware, vram_bytes=of.budget_bytes, helpers=()) for of in self.helpers)
+        return self._replace(helpers=()), *others
+
+
+def together(counts: Mapping[Kind, int], most: int) -> list[Kind]:
+    """The kinds of columns that a host with as many devices of each kind has: of one device, and of up to ``most`` together."""
+    found = list(counts)
+    for size in range(2, most + 1):
+        more = [kind for main in counts for kind in _teams(main, counts, size)]
+        if size > 2 and len(found) + len(more) > MOST_KINDS:
+            break
+        found += more
+    return found
+
+
+def _teams(main: Kind, counts: Mapping[Kind, int], size: int) -> Iterator[Kind]:
+    for others in combinations_with_replacement(counts, size - 1):
+        able = all(of.hardware.device == main.hardware.device for of in others)
+        if able and all(count <= counts[kind] for kind, count in Counter((main, *others)).items()):
+            yield main._replace(helpers=tuple(Helper(of.hardware, of.vram_bytes) for of in others))
 
 
 def kinds_of(cluster: Cluster) -> dict[str, Kind]:
@@ -70,7 +101,7 @@ class Pricing:
 
     ``price(kind, stages, share)``: the column of the best plan within a share of the host's memory, None where nothing fits.
     ``least(kind, stage)``: seconds that no plan can undercut. ``cold``: whether the seconds of an item are those of a first one.
-    ``whole``: all stages together are the only interval.
+    ``whole``: all stages together are the only interval. ``together``: the most devices of a host in one column.
     """
 
     def __init__(
@@ -81,8 +112,9 @@ class Pricing:
         *,
         cold: bool = False,
         whole: bool = False,
+        together: int = TOGETHER,
     ) -> None:
-        self.stages, self._price, self._least, self.cold = tuple(stages), price, least, cold
+        self.stages, self._price, self._least, self.cold, self.together = tuple(stages), price, least, cold, together
         last = len(self.stages)
         self._spans = [(0, last)] if whole else [(begin, end) for end in range(1, last + 1) for begin in range(end)]
         self._options: dict[Kind, dict[tuple[int, int], list[Option]]] = {}
@@ -131,7 +163,7 @@ class Pricing:
 
 
 class Planner:
-    """Prices columns of ``graph`` by the planner of one device, as sessions of ``items`` runs. ``arguments``: of `api.estimate`.
+    """Prices columns of ``graph`` by the planner, as sessions of ``items`` runs. ``arguments``: of `api.estimate`.
 
     ``store``: plans are read from it and kept there.
     """
@@ -140,13 +172,15 @@ class Planner:
         self._graph, self._items, self._arguments, self._cache = graph, items, arguments, cache
         self._store = Store(cache) if cache is not None else None
         self._problems: dict[Kind, Problem] = {}
+        self._ways: dict[tuple[Kind, str], list[list[float]]] = {}
         self._columns: dict[tuple[Kind, tuple[str, ...], float], Column | None] = {}
 
     def problem(self, kind: Kind) -> Problem:
         """The problem of all stages on ``kind``."""
         if kind not in self._problems:
-            limits = {"vram": kind.vram_bytes, "ram": kind.ram_bytes, "pinned": kind.pinned_bytes}
-            own = {**self._arguments, **limits, "hardware": kind.hardware, "runs": self._items, "cache": self._cache}
+            limits = {"ram": kind.ram_bytes, "pinned": kind.pinned_bytes, "runs": self._items, "cache": self._cache}
+            vram, hardware = [of.vram_bytes for of in kind.members], [of.hardware for of in kind.members]
+            own = {**self._arguments, **limits, "vram": vram, "hardware": hardware}
             self._problems[kind] = api.estimate(self._graph, **own)
         return self._problems[kind]
 
@@ -171,7 +205,17 @@ class Planner:
         return column_of([stage.name for stage in self._graph.stages], whole.values, solution) if solution is not None else None
 
     def least(self, kind: Kind, stage: str) -> float:
-        """Compute seconds of ``stage`` with the fastest variants and options that a plan may choose."""
+        """Compute seconds of ``stage`` with the fastest variants and options that a plan may choose, each component on the fastest
+        device. Of more than two devices these are known from the pairs."""
+        pairs = [kind._replace(helpers=(of,)) for of in dict.fromkeys(kind.helpers)] or [kind]
+        each = [self._uses(pair, stage) for pair in pairs]
+        ways = [[min(of) for of in zip(*way, strict=True)] for way in zip(*each, strict=True)]
+        return min(map(sum, ways))
+
+    def _uses(self, kind: Kind, stage: str) -> list[list[float]]:
+        """Least seconds of each use of a component in ``stage``, for each way to run it."""
+        if (kind, stage) in self._ways:
+            return self._ways[kind, stage]
         problem = self.problem(kind)
 
         def seconds(use: Use) -> float:
@@ -179,12 +223,10 @@ class Planner:
             variants = [component.variants[index] for index in problem.usable(component)]
             return min((_compute_seconds(use_with(use, component, of), component.groups) for of in variants), default=0.0)
 
-        def of_phases(phases: Sequence[PhaseNumbers]) -> float:
-            return sum(seconds(use) for phase in phases for use in phase.uses)
-
         ways = [[phase for phase in problem.phases if phase.stage == stage]]
         ways += [list(option.phases) for option in problem.options if option.stage == stage]
-        return min(map(of_phases, ways))
+        found = [[seconds(use) for phase in way for use in phase.uses] for way in ways]
+        return self._ways.setdefault((kind, stage), found)
 
 
 def _compute_seconds(use: Use, groups: Sequence[Any]) -> float:

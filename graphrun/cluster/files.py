@@ -58,11 +58,14 @@ def read(path: Path) -> tuple[Placement, dict[str, Any]]:
         devices = {device.name: device for device in cluster.devices}
         assignments = []
         for name, own, plan in sections:
-            if name not in devices:
-                raise PlanError(f"there is no device {name}")
+            for each in name.split("+"):
+                if each not in devices:
+                    raise PlanError(f"there is no device {each}")
+            main, *others = (devices[each] for each in name.split("+"))
             problem = problems[plan.problem]
             plan_files.refuse_violations(path, problem, plan)
-            assignments.append(Assignment(devices[name], column_of(stages, values, solution_of(problem, plan))))
+            column = column_of(stages, values, solution_of(problem, plan))
+            assignments.append(Assignment(main, column, tuple(others)))
             if assignments[-1].stages != own:
                 raise PlanError(f"the plan of {name} is for {' '.join(assignments[-1].stages)}, not {' '.join(own)}")
         placement = Placement(objective, items, stages, values, cluster, tuple(assignments))

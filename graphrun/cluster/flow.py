@@ -276,7 +276,7 @@ class Flow(Works):
             self.shared[key] = made
 
     def _start(self, post: _Post, item: _Item) -> None:
-        self.context.watcher.begins_on(post.assignment.device.name, post.assignment.stages, item.work.request)
+        self.context.watcher.begins_on(post.assignment.name, post.assignment.stages, item.work.request)
         ticket = self.crew.begin(post.number, item.work.request.inputs, [self._handle(item, of) for of in self._read(item, post)])
         post.busy = True
         self.running[ticket] = post, item, item.made[post.assignment.stages[0]], self.clock
@@ -336,10 +336,10 @@ class Flow(Works):
         made.handle, made.done, made.followers = self.crew.made(ticket), True, []
         if report.trace is not None:
             times = self.before_seconds + start, self.before_seconds + self.clock
-            self.batch.lanes.append(Lane(post.assignment.device.name, item.number, post.assignment.stages, *times, report.trace))
+            self.batch.lanes.append(Lane(post.assignment.name, item.number, post.assignment.stages, *times, report.trace))
             self.batch.traces.append((post.assignment.stages, item.number, report.trace))
             for note in report.trace.notes:
-                self.context.watcher.planned_again(f"{post.assignment.device.name}: {note}")
+                self.context.watcher.planned_again(f"{post.assignment.name}: {note}")
         item.holder = post
         post.outbox += 1
         self._save(sharing, post, made)
@@ -348,7 +348,7 @@ class Flow(Works):
             self._pass(each, made)
         left = sum(len(self.names) - of.at for of in self.order)
         share = 1 - left / (len(self.names) * self.requests)
-        self.context.watcher.ran_on(post.assignment.device.name, post.assignment.stages, item.work.request, share)
+        self.context.watcher.ran_on(post.assignment.name, post.assignment.stages, item.work.request, share)
 
     def _save(self, sharing: Sequence[_Item], post: _Post, made: _Made) -> None:
         """Saves what is made in the journal and in the cache of outputs, of stages all of whose outputs leave the device."""
@@ -419,5 +419,5 @@ def segments_of(graph: Graph, placement: Placement) -> tuple[Segment, ...]:
         choices = choices_of(of.column.solution)
         for name, choice in [*choices.variants.items(), *((f"stage {stage}", option) for stage, option in choices.options.items())]:
             if chosen.setdefault(name, choice) != choice:
-                raise PlanError(f"{of.device.name} runs {name} in another way than a device before it, which changes the output")
+                raise PlanError(f"{of.name} runs {name} in another way than a device before it, which changes the output")
     return tuple(found)

@@ -1,17 +1,18 @@
-"""The master program: which device takes which stages, for the most items per second or the shortest time of one item. Exact.
+"""The master program: which devices take which stages, for the most items per second or the shortest time of one item. Exact.
 
-Throughput. Items flow from stage 0 to the last through devices that hold consecutive stages; a device passes 1 / seconds of them:
+Throughput. Items flow from stage 0 to the last through devices that hold consecutive stages; a column passes 1 / seconds of them:
 
-    0 --[encode]--> 1 --[denoise]--> 2 --[decode]--> 3        the rate of an interval is the sum over the devices that hold it
+    0 --[encode]--> 1 --[denoise]--> 2 --[decode]--> 3        the rate of an interval is the sum over the columns that hold it
     0 --[encode denoise]-----------> 2                        what flows into a boundary flows out of it
     0 --[encode denoise decode]----------------------> 3
 
-    maximise what leaves 0, by the number of hosts with each configuration (an option per device, within RAM and page-locked RAM)
+    maximise what leaves 0, by the number of hosts with each configuration (columns on its devices, within RAM and page-locked RAM)
 
-A host whose memory suffices for any options of its devices is no row: its devices count one by one. Equal hosts are counted, not
-named, unless a link between hosts could limit the rate. A host with very many configurations has a row for its memory instead.
+A host whose memory suffices for any columns of its devices has no row for it: there, columns count one by one, within the ways to
+put its devices together. Equal hosts are counted, not named, unless a link between hosts could limit the rate. A host with very
+many configurations has a row for its memory, and one for the devices of each kind.
 
-Latency. A search over chains of options with the devices' memory, cut where the time so far and the least of the remaining stages
+Latency. A search over chains of columns with the devices' memory, cut where the time so far and the least of the remaining stages
 are no better than the best known.
 
 Both begin with bounds in place of plans (`Pricing`); options that are chosen are priced, and the program is solved again, until all
@@ -23,10 +24,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain as chained
 from itertools import combinations_with_replacement, product
 from math import comb, prod
+from typing import NamedTuple
 
-from graphrun.cluster.columns import Kind, Option, Pricing, kinds_of
+from graphrun.cluster.columns import Kind, Option, Pricing, kinds_of, together
 from graphrun.cluster.machines import Cluster, Device, Host
 from graphrun.cluster.placement import Assignment, bytes_before
 from graphrun.errors import GraphrunError
@@ -35,9 +38,20 @@ from graphrun.solve.linear import Linear, MilpModel, total
 
 GAP = 1e-6
 MOST_CONFIGURATIONS = 3000  # of a host
+MOST_WAYS = 200  # to put the devices of a host together
 SAME = 1e-5  # relative difference of rates, and of seconds, that are taken for equal
 
-Chosen = list[tuple[Device, Option]]
+
+class Held(NamedTuple):
+    """An option on devices of one host, the main one first. ``kind``: of these."""
+
+    devices: tuple[Device, ...]
+    kind: Kind
+    option: Option
+
+
+Chosen = list[Held]
+Configuration = tuple[tuple[Kind, Option], ...]  # of a host
 
 
 class Unplaceable(GraphrunError):
@@ -50,16 +64,30 @@ def assignments_for(objective: str, cluster: Cluster, pricing: Pricing, values: 
     """The best assignments. Raises Unplaceable where no devices can run all stages."""
     search: Callable[[Cluster, Pricing, Sequence[int]], Chosen | None] = _fastest_chain if objective == "latency" else _most_items
     nbytes = bytes_before(pricing.stages, values)
-    kinds = kinds_of(cluster)
     while True:
         chosen = search(cluster, pricing, nbytes)
         if chosen is None:
-            raise Unplaceable(_why_none(pricing, set(kinds.values())))
-        unpriced = {(kinds[device.name], option) for device, option in chosen if option.column is None}
-        for kind, option in sorted(unpriced, key=lambda of: (of[1].begin, of[1].end, of[0].hardware.name, of[0].vram_bytes)):
+            raise Unplaceable(_why_none(pricing, {kind for host in cluster.hosts for kind in _kinds(host, pricing)}))
+        unpriced = {(of.kind, of.option) for of in chosen if of.option.column is None}
+        for kind, option in sorted(unpriced, key=_order):
             pricing.refine(kind, option)
         if not unpriced:
-            return tuple(Assignment(device, option.column) for device, option in chosen if option.column is not None)
+            return tuple(Assignment(d[0], of.column, d[1:]) for d, _, of in chosen if of.column is not None)
+
+
+def _order(of: tuple[Kind, Option]) -> tuple[object, ...]:
+    cards = [(each.hardware.name, each.vram_bytes) for each in of[0].members]
+    return of[1].begin, of[1].end, cards
+
+
+def _counts(host: Host) -> Counter[Kind]:
+    """How many devices of each kind ``host`` has."""
+    return Counter(kinds_of(Cluster((host,))).values())
+
+
+def _kinds(host: Host, pricing: Pricing) -> list[Kind]:
+    """The kinds of columns of ``host``."""
+    return together(_counts(host), pricing.together)
 
 
 def _why_none(pricing: Pricing, kinds: Iterable[Kind]) -> str:
@@ -72,12 +100,16 @@ def _why_none(pricing: Pricing, kinds: Iterable[Kind]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Equal hosts, or equal devices. ``members``: the devices of each. ``configurations``: an option or None for each device of a
-    member, in their order. ``row``: the host whose memory is a row for these devices; None: it suffices for any configuration."""
+    """Equal ``hosts``, or one. ``kinds``: those of its columns, with their options.
 
-    members: tuple[tuple[Device, ...], ...]
-    configurations: tuple[tuple[Option | None, ...], ...]
-    row: Host | None = None
+    ``configurations``: of a host, within its memory. None: columns count one by one, and each host's devices are put together in
+    one of ``ways`` (kinds of columns, on all devices); without ``ways`` there is one host, with rows for devices and memory.
+    """
+
+    hosts: tuple[Host, ...]
+    kinds: Mapping[Kind, Sequence[Option]]
+    configurations: tuple[Configuration, ...] | None = None
+    ways: tuple[Mapping[Kind, int], ...] = ()
 
 
 def _most_items(cluster: Cluster, pricing: Pricing, nbytes: Sequence[int]) -> Chosen | None:
@@ -99,34 +131,46 @@ class _Throughput:
     def __init__(self, cluster: Cluster, pricing: Pricing, nbytes: Sequence[int], *, by_host: bool) -> None:
         self.model, self.last, self.devices = MilpModel(GAP), len(pricing.stages), cluster.devices
         self.groups = _groups(cluster, pricing, by_host=by_host)
-        every = [of for group in self.groups for config in group.configurations for of in config if of is not None]
+        every = [of for group in self.groups for options in group.kinds.values() for of in options]
         self.unit = max((of.seconds for of in every), default=1.0)  # of rates: items in so many seconds
-        self.counts: list[list[Linear]] = []
-        capacity: dict[tuple[str, int, int], list[Linear]] = defaultdict(list)
+        self.capacity: dict[tuple[str, int, int], list[Linear]] = defaultdict(list)
         self.bounds, self.used = list[Linear](), list[Linear]()
-        rows: dict[tuple[Host, str], list[Linear]] = defaultdict(list)
-        for group in self.groups:
-            counts = [self.model.column(0.0, len(group.members), integer=True) for _ in group.configurations]
-            self.model.add(total(counts) <= len(group.members))
-            self.counts.append(counts)
-            host = group.members[0][0].host if by_host else ""
-            for x, config in zip(counts, group.configurations, strict=True):
-                held = [of for of in config if of is not None]
-                self.used.append(float(len(held)) * x)
-                self.bounds.append(float(sum(of.column is None for of in held)) * x)
-                for of in held:
-                    if group.row is not None:
-                        for field in ("ram_bytes", "pinned_bytes"):
-                            rows[group.row, field].append(float(getattr(of, field)) * x)
-                    capacity[host, of.begin, of.end].append(self.unit / max(of.seconds, 1e-9) * x)
-        for (of_host, field), parts in rows.items():
-            if (limit := getattr(of_host, field)) is not None:
-                self.model.add(total(parts) / max(1, limit) <= 1.0)
+        self.counts = [self._group(group, group.hosts[0].name if by_host else "") for group in self.groups]
         self.flows = {}
-        for key, parts in capacity.items():
+        for key, parts in self.capacity.items():
             self.flows[key] = flow = self.model.column()
             self.model.add(flow <= total(parts))
         self._conserve(cluster, nbytes, by_host=by_host)
+
+    def _group(self, group: _Group, host: str) -> tuple[list[tuple[Configuration, Linear]], list[Linear]]:
+        """How many hosts have each configuration, and are put together in each way."""
+        most = len(group.hosts)
+        if group.configurations is not None:
+            found = [(config, self.model.column(0.0, most, integer=True)) for config in group.configurations]
+            self.model.add(total(x for _, x in found) <= most)
+        else:
+            every = [(kind, of) for kind, options in group.kinds.items() for of in options]
+            found = [((of,), self.model.column(integer=True)) for of in every]
+        for config, x in found:
+            for kind, of in config:
+                self.used.append(float(len(kind.members)) * x)
+                self.bounds.append(float(of.column is None) * x)
+                self.capacity[host, of.begin, of.end].append(self.unit / max(of.seconds, 1e-9) * x)
+        if group.configurations is not None:
+            return found, []
+        ways = [self.model.column(0.0, most, integer=True) for _ in group.ways]
+        self.model.add(total(ways) <= most)
+        for kind in group.kinds if ways else ():
+            taken = total(x for (of,), x in found if of[0] == kind)
+            self.model.add(taken <= total(float(way[kind]) * y for way, y in zip(group.ways, ways, strict=True) if kind in way))
+        if not ways:
+            (of_host,) = group.hosts
+            for kind, count in _counts(of_host).items():
+                self.model.add(total(float(of[0].members.count(kind)) * x for (of,), x in found) <= count)
+            for field in ("ram_bytes", "pinned_bytes"):
+                if (limit := getattr(of_host, field)) is not None:
+                    self.model.add(total(getattr(of[1], field) / max(1, limit) * x for (of,), x in found) <= 1.0)
+        return found, ways
 
     def _flow(self, *, host: str | None = None, begin: int | None = None, end: int | None = None) -> Linear:
         return total(
@@ -168,51 +212,106 @@ class _Throughput:
         if found is None or out.at(found.values) <= 1e-9:
             return None
         chosen: Chosen = []
-        for group, counts in zip(self.groups, self.counts, strict=True):
-            members = iter(group.members)
-            for x, config in zip(counts, group.configurations, strict=True):
-                for _ in range(round(x.at(found.values))):
-                    chosen += [(device, of) for device, of in zip(next(members), config, strict=True) if of is not None]
+        for group, (configurations, ways) in zip(self.groups, self.counts, strict=True):
+            counted = [(config, round(x.at(found.values))) for config, x in configurations]
+            if group.configurations is not None or not ways:
+                whole = [config for config, count in counted for _ in range(count)]
+                per_host = whole if group.configurations is not None else [tuple(chained.from_iterable(whole))]
+            else:
+                per_host = list(_dealt(group.ways, [round(y.at(found.values)) for y in ways], counted))
+            for host, config in zip(group.hosts, per_host, strict=False):
+                chosen += _on_devices(host, config)
         place = {device.name: number for number, device in enumerate(self.devices)}
-        return out.at(found.values) / self.unit, sorted(chosen, key=lambda of: place[of[0].name])
+        return out.at(found.values) / self.unit, sorted(chosen, key=lambda of: place[of.devices[0].name])
+
+
+def _dealt(
+    ways: Sequence[Mapping[Kind, int]], hosts: Sequence[int], counted: Iterable[tuple[Configuration, int]]
+) -> Iterator[Configuration]:
+    """The configuration of each host: options, of which there are so many, dealt to ``hosts`` put together in each of ``ways``."""
+    left: dict[Kind, list[Option]] = defaultdict(list)
+    for ((kind, option),), count in counted:
+        left[kind] += [option] * count
+    for way, count in zip(ways, hosts, strict=True):
+        for _ in range(count):
+            yield tuple((kind, left[kind].pop(0)) for kind, each in way.items() for _ in range(each) if left[kind])
+
+
+def _on_devices(host: Host, config: Configuration) -> Iterator[Held]:
+    """``config`` on the devices of ``host``, each kind in their order."""
+    kinds, free = kinds_of(Cluster((host,))), defaultdict[Kind, list[Device]](list)
+    for device in host.devices:
+        free[kinds[device.name]].append(device)
+    for kind, option in config:
+        yield Held(tuple(free[each].pop(0) for each in kind.members), kind, option)
 
 
 def _groups(cluster: Cluster, pricing: Pricing, *, by_host: bool) -> list[_Group]:
-    kinds = kinds_of(cluster)
-    members: dict[tuple[Host | None, str, tuple[Kind, ...]], list[tuple[Device, ...]]] = defaultdict(list)
+    alike: dict[tuple[object, ...], list[Host]] = defaultdict(list)
     for host in cluster.hosts:
-        devices = tuple(sorted(host.devices, key=lambda of: (kinds[of.name].hardware.name, kinds[of.name].vram_bytes, of.id)))
-        options = [_undominated(pricing.options(kinds[of.name])) for of in devices]
-        most = [
-            sum(max((getattr(of, field) for of in own), default=0) for own in options) for field in ("ram_bytes", "pinned_bytes")
-        ]
-        suffices = most[0] <= host.ram_bytes and (host.pinned_bytes is None or most[1] <= host.pinned_bytes)
-        counts = Counter(kinds[of.name] for of in devices)
-        many = prod(comb(len(pricing.options(kind)) + count, count) for kind, count in counts.items()) > MOST_CONFIGURATIONS
-        row, name = host if many and not suffices else None, host.name if by_host else ""
-        for own in [(device,) for device in devices] if suffices or many else [devices]:
-            members[row, name, tuple(kinds[device.name] for device in own)].append(own)
-    hosts = {host.name: host for host in cluster.hosts}
-    return [
-        _Group(tuple(of), tuple(_configurations(of[0], hosts[of[0][0].host], kinds, pricing)), row)
-        for (row, _, _), of in members.items()
-    ]
+        alike[host.name if by_host else "", frozenset(_counts(host).items()), host.ram_bytes, host.pinned_bytes].append(host)
+    return [of for hosts in alike.values() for of in _grouped(tuple(hosts), pricing)]
+
+
+def _grouped(hosts: tuple[Host, ...], pricing: Pricing) -> Iterator[_Group]:
+    """``hosts``, which are equal, as one group or one by one."""
+    host, counts = hosts[0], _counts(hosts[0])
+    kinds = {kind: _undominated(pricing.options(kind)) for kind in _kinds(host, pricing)}
+    ways = _ways(counts, kinds)
+    fields = ("ram_bytes", "pinned_bytes")
+    each = {kind: [max((getattr(of, field) for of in own), default=0) for field in fields] for kind, own in kinds.items()}
+    most = [max(sum(each[kind][n] * count for kind, count in way.items()) for way in ways) if ways else None for n in (0, 1)]
+    limits = host.ram_bytes, host.pinned_bytes
+    if all(limit is None or (of is not None and of <= limit) for of, limit in zip(most, limits, strict=True)) and ways:
+        yield _Group(hosts, kinds, ways=tuple(ways))
+        return
+    many = sum(prod(comb(len(kinds[kind]) + count, count) for kind, count in way.items()) for way in ways)
+    if ways and many <= MOST_CONFIGURATIONS:
+        yield _Group(hosts, kinds, configurations=tuple(_configurations(host, kinds, ways)))
+        return
+    for each_host in hosts:
+        yield _Group((each_host,), kinds)
+
+
+def _ways(counts: Mapping[Kind, int], kinds: Mapping[Kind, Sequence[Option]]) -> list[Mapping[Kind, int]]:
+    """Every way to put the devices of a host together, each in one column; none where there are more than MOST_WAYS."""
+    able = [(kind, Counter(kind.members)) for kind, own in kinds.items() if own or not kind.helpers]
+    found = list[Mapping[Kind, int]]()
+
+    def put(at: int, left: Counter[Kind], way: Counter[Kind]) -> None:
+        if len(found) > MOST_WAYS:
+            return
+        if not left.total():
+            found.append(dict(way))
+            return
+        if at == len(able):
+            return
+        kind, members = able[at]
+        most = min(left[each] // count for each, count in members.items())
+        for count in range(most, -1, -1):
+            taken = Counter({each: n * count for each, n in members.items()})
+            put(at + 1, left - taken, way + Counter({kind: count}))
+
+    put(0, Counter(counts), Counter())
+    return found if len(found) <= MOST_WAYS else []
 
 
 def _configurations(
-    devices: Sequence[Device], host: Host, kinds: Mapping[str, Kind], pricing: Pricing
-) -> Iterator[tuple[Option | None, ...]]:
-    """Every choice of an option or None for each of ``devices`` that the host's memory allows; equal devices in one order."""
-    counts = Counter(kinds[device.name] for device in devices)
-    ways = [combinations_with_replacement([*_undominated(pricing.options(kind)), None], count) for kind, count in counts.items()]
-    for parts in product(*map(list, ways)):
-        config = tuple(option for part in parts for option in part)
-        if any(config) and _fits(config, host):
-            yield config
+    host: Host, kinds: Mapping[Kind, Sequence[Option]], ways: Iterable[Mapping[Kind, int]]
+) -> Iterator[Configuration]:
+    """Every choice of columns for the devices of ``host``, or none for some, that its memory allows; equal devices in one order."""
+    seen = set[Configuration]()
+    for way in ways:
+        each = [combinations_with_replacement([*((kind, of) for of in kinds[kind]), None], count) for kind, count in way.items()]
+        for parts in product(*map(list, each)):
+            config = tuple(of for part in parts for of in part if of is not None)
+            if config and config not in seen and _fits([option for _, option in config], host):
+                seen.add(config)
+                yield config
 
 
-def _fits(config: Sequence[Option | None], host: Host) -> bool:
-    ram, pinned = (sum(getattr(of, field) for of in config if of is not None) for field in ("ram_bytes", "pinned_bytes"))
+def _fits(options: Sequence[Option], host: Host) -> bool:
+    ram, pinned = (sum(getattr(of, field) for of in options) for field in ("ram_bytes", "pinned_bytes"))
     return ram <= host.ram_bytes and (host.pinned_bytes is None or pinned <= host.pinned_bytes)
 
 
@@ -227,48 +326,67 @@ def _undominated(options: Sequence[Option]) -> list[Option]:
 
 
 def _fastest_chain(cluster: Cluster, pricing: Pricing, nbytes: Sequence[int]) -> Chosen | None:
-    kinds, stages = kinds_of(cluster), pricing.stages
-    hosts = {host.name: host for host in cluster.hosts}
-    least = [min(pricing.least_seconds(kind, stage) for kind in set(kinds.values())) for stage in stages]
+    stages, hosts = pricing.stages, {host.name: host for host in cluster.hosts}
+    counts, alone = {host.name: _counts(host) for host in cluster.hosts}, kinds_of(cluster)
+    equal = {host.name: frozenset(counts[host.name].items()) for host in cluster.hosts}
+    columns = dict[object, list[tuple[Kind, list[Option]]]]()
+    for host in cluster.hosts:
+        if equal[host.name] not in columns:
+            columns[equal[host.name]] = [(kind, _undominated(pricing.options(kind))) for kind in _kinds(host, pricing)]
+    kinds = {kind for every in columns.values() for kind, _ in every}
+    least = [min(pricing.least_seconds(kind, stage) for kind in kinds) for stage in stages]
     rest = [sum(least[at:]) for at in range(len(stages) + 1)]
     alike = len(cluster.links) <= 1 and all(set(hosts) <= set(link.between) for link in cluster.links)
-    alikes = {host.name: frozenset(Counter(kinds[device.name] for device in host.devices).items()) for host in cluster.hosts}
     best: tuple[tuple[float, int, int], Chosen] | None = None
 
+    def rank_of(seconds: float, chain: Chosen) -> tuple[float, int, int]:
+        return seconds, sum(of.option.column is None for of in chain), sum(len(of.devices) for of in chain)
+
     def worth(seconds: float, at: int, chain: Chosen) -> bool:
-        rank = seconds + rest[at], sum(of.column is None for _, of in chain), len(chain)
+        rank = rank_of(seconds + rest[at], chain)
         if best is None:
             return rank[0] < float("inf")
-        equal = abs(rank[0] - best[0][0]) <= SAME * best[0][0]
-        return rank[1:] < best[0][1:] if equal else rank[0] < best[0][0]
+        same = abs(rank[0] - best[0][0]) <= SAME * best[0][0]
+        return rank[1:] < best[0][1:] if same else rank[0] < best[0][0]
 
     def extend(at: int, clock: float, chain: Chosen) -> None:
         nonlocal best
         if at == len(stages):
             if worth(clock, at, chain):
-                best = (clock, sum(of.column is None for _, of in chain), len(chain)), list(chain)
+                best = rank_of(clock, chain), list(chain)
             return
-        for finish, device, option in sorted(candidates(at, clock, chain), key=lambda of: (of[0] + rest[of[2].end], of[1].name)):
-            chain.append((device, option))
-            if worth(finish, option.end, chain):
-                extend(option.end, finish, chain)
+        for finish, held in sorted(
+            candidates(at, clock, chain), key=lambda of: (of[0] + rest[of[1].option.end], [each.name for each in of[1].devices])
+        ):
+            chain.append(held)
+            if worth(finish, held.option.end, chain):
+                extend(held.option.end, finish, chain)
             chain.pop()
 
-    def candidates(at: int, clock: float, chain: Chosen) -> Iterator[tuple[float, Device, Option]]:
-        used, seen = {device.name for device, _ in chain}, set[tuple[object, ...]]()
-        touched = {device.host for device, _ in chain}
-        for device in cluster.devices:
-            kind = kinds[device.name]
-            key = kind, device.host if device.host in touched or not alike else alikes[device.host]
-            if device.name in used or key in seen:
+    def candidates(at: int, clock: float, chain: Chosen) -> Iterator[tuple[float, Held]]:
+        used, seen = {device.name for of in chain for device in of.devices}, set[object]()
+        touched = {of.devices[0].host for of in chain}
+        for host in cluster.hosts:
+            key = host.name if host.name in touched or not alike else (equal[host.name], host.ram_bytes, host.pinned_bytes)
+            link = cluster.link(chain[-1].devices[0].host if chain else host.name, host.name)
+            if key in seen or link is None:
                 continue
             seen.add(key)
-            link = cluster.link(chain[-1][0].host if chain else device.host, device.host)
-            own = [option for of, option in chain if of.host == device.host]
-            for option in _undominated(pricing.options(kind)) if link is not None else ():
-                if option.begin == at and _fits([*own, option], hosts[device.host]):
-                    arrived = clock + (link.seconds + nbytes[at] / link.bytes_per_second if chain and link is not None else 0.0)
-                    yield max(arrived, option.ahead_seconds) + option.seconds, device, option
+            arrived = clock + (link.seconds + nbytes[at] / link.bytes_per_second if chain else 0.0)
+            free = defaultdict[Kind, list[Device]](list)
+            for device in host.devices:
+                if device.name not in used:
+                    free[alone[device.name]].append(device)
+            own = [of.option for of in chain if of.devices[0].host == host.name]
+            for kind, options in columns[equal[host.name]]:
+                members = kind.members
+                if any(members.count(each) > len(free[each]) for each in members):
+                    continue
+                taken = {each: iter(free[each]) for each in members}
+                devices = tuple(next(taken[each]) for each in members)
+                for option in options:
+                    if option.begin == at and _fits([*own, option], host):
+                        yield max(arrived, option.ahead_seconds) + option.seconds, Held(devices, kind, option)
 
     extend(0, 0.0, [])
     return best[1] if best is not None else None

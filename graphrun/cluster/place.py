@@ -28,8 +28,7 @@ class Gain:
 @dataclass(frozen=True, slots=True)
 class Placed:
     """A placement. ``replicas``: the best one where each device runs all stages, None where no device can; ``gains``: one per kind
-    of device in the cluster. ``priced``: columns that the planner of one device was asked for. ``problem``: of all stages on the
-    first device."""
+    of device in the cluster. ``priced``: columns that the planner was asked for. ``problem``: of all stages on the first device."""
 
     placement: Placement
     replicas: Placement | None
@@ -66,7 +65,7 @@ def place(
 
     pricing = Pricing(stages, planner.price, planner.least, cold=items == 1)
     placement = placed(cluster, pricing)
-    whole = Pricing(stages, planner.price, planner.least, cold=items == 1, whole=True)
+    whole = Pricing(stages, planner.price, planner.least, cold=items == 1, whole=True, together=1)
     try:
         replicas = placed(cluster, whole)
     except Unplaceable:

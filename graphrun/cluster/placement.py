@@ -1,10 +1,10 @@
 """A placement: which devices of a cluster hold which stages, with a plan for each of them. Its text form, and its checker.
 
 place throughput items 100
-device a/0 stages denoise decode
+device a/0+a/1 stages denoise decode      devices of one host that hold these stages together, the main one first
   plan 0a1b2c3d4e5f6071                  the session plan of these stages, as `graphrun.model.plan` writes it
   ...
-device a/1 stages encode
+device a/2 stages encode
   ...
 
 Every device runs consecutive stages of the graph, all of them for each item that it takes. Items pass from a device to any device
@@ -33,7 +33,7 @@ WAITING = 2  # items whose values may wait in RAM, at most, before each device a
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Consecutive stages on a device, and what they take there.
+    """Consecutive stages on a device, or on several of a host together, and what they take there.
 
     ``cold_seconds``: of its first item, which loads weights; ``ahead_seconds`` of these may pass before its values are there.
     ``steady_seconds``: of each further item. Both have the copies of received and sent values between device and RAM.
@@ -52,10 +52,21 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A device and its column."""
+    """A device and its column. ``helpers``: further devices of its host that the column has, as `graphrun.model.problem.Helper`."""
 
     device: Device
     column: Column
+    helpers: tuple[Device, ...] = ()
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The device and its helpers."""
+        return self.device, *self.helpers
+
+    @property
+    def name(self) -> str:
+        """``HOST/ID``, joined by ``+`` where the column has several devices."""
+        return "+".join(of.name for of in self.devices)
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -102,7 +113,7 @@ class Placement:
     def __str__(self) -> str:
         lines = [f"place {self.objective} items {self.items}"]
         for of in self.assignments:
-            lines.append(f"device {of.device.name} stages {' '.join(of.stages)}")
+            lines.append(f"device {of.name} stages {' '.join(of.stages)}")
             lines += [f"  {line}" for line in str(of.plan).splitlines()]
         return "\n".join(lines)
 
@@ -136,7 +147,7 @@ def bytes_before(stages: Sequence[str], values: Sequence[ValueNumbers]) -> list[
 
 
 def parse_placement(text: str) -> tuple[Objective, int, list[tuple[str, tuple[str, ...], Plan]]]:
-    """Objective, items, and (device, stages, plan) of each section of a placement's text form. Raises PlanError with the line."""
+    """Objective, items, and (name, stages, plan) of each section of a placement's text form. Raises PlanError with the line."""
     head: tuple[Objective, int] | None = None
     sections: list[tuple[str, tuple[str, ...], int, list[str]]] = []
     for number, raw in enumerate(text.splitlines(), start=1):
@@ -184,13 +195,13 @@ def column_of(stages: Sequence[str], values: Sequence[ValueNumbers], solution: S
 def violations(placement: Placement) -> list[str]:
     """The rules that ``placement`` breaks, in words: devices, coverage of stages, memory of hosts, and each section's own plan."""
     found, hosts = list[str](), {host.name: host for host in placement.cluster.hosts}
-    names = [of.device.name for of in placement.assignments]
+    names = [device.name for of in placement.assignments for device in of.devices]
     found += [f"device {name} has two sections" for name in sorted({name for name in names if names.count(name) > 1})]
     every = placement.stages
     for of in placement.assignments:
         at = every.index(of.stages[0]) if of.stages[0] in every else len(every)
         if every[at : at + len(of.stages)] != of.stages:
-            found.append(f"device {of.device.name}: {' '.join(of.stages)} are not consecutive stages of the graph")
+            found.append(f"device {of.name}: {' '.join(of.stages)} are not consecutive stages of the graph")
     if not reached(every, [of.stages for of in placement.assignments]):
         found.append("no chain of devices runs every stage")
     for name, host in hosts.items():
@@ -204,12 +215,16 @@ def violations(placement: Placement) -> list[str]:
         solution = of.column.solution
         if solution is None:
             continue
-        problem, device = solution.problem, of.device
-        if problem.hardware != device.hardware:
-            found.append(f"device {device.name}: its plan is for another {problem.hardware.name}")
-        if problem.budget_bytes > device.vram_bytes:
-            found.append(f"device {device.name}: its plan is for {problem.budget_bytes} bytes of VRAM of {device.vram_bytes}")
-        found += [f"device {device.name}: {v.rule} in slot {v.slot}: {v.detail}" for v in check(problem, solution.plan)]
+        problem = solution.problem
+        planned = [(problem.hardware, problem.budget_bytes), *((each.hardware, each.budget_bytes) for each in problem.helpers)]
+        if len(planned) != len(of.devices) or len({device.host for device in of.devices}) > 1:
+            found.append(f"device {of.name}: its plan is for {len(planned)} devices of one host")
+        for device, (hardware, budget_bytes) in zip(of.devices, planned, strict=False):
+            if hardware != device.hardware:
+                found.append(f"device {device.name}: its plan is for another {hardware.name}")
+            if budget_bytes > device.vram_bytes:
+                found.append(f"device {device.name}: its plan is for {budget_bytes} bytes of VRAM of {device.vram_bytes}")
+        found += [f"device {of.name}: {v.rule} in slot {v.slot}: {v.detail}" for v in check(problem, solution.plan)]
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 from graphrun.cluster.place import Placed
@@ -23,9 +24,10 @@ def summary(placed: Placed, plan_seconds: float) -> dict[str, Any]:
         "bottleneck": list(placement.bottleneck),
         "devices": [
             {
-                "device": of.device.name,
+                "device": of.name,
                 "hardware": of.device.hardware.name,
                 "vram_bytes": of.device.vram_bytes,
+                "helpers": [{"hardware": each.hardware.name, "vram_bytes": each.vram_bytes} for each in of.helpers],
                 "stages": list(of.stages),
                 **figures(of.column, "ahead_seconds", "cold_seconds", "steady_seconds", "ram_bytes", "pinned_bytes"),
             }
@@ -48,11 +50,11 @@ def placement_screen(placed: Placed, look: Look) -> str:
     """What ``graphrun plan --cluster`` shows: rates, who holds what and from when, what limits it, what crosses, what more would
     bring."""
     placement, replicas = placed.placement, placed.replicas
-    used, every = len(placement.assignments), len(placement.cluster.devices)
+    used, every = sum(len(of.devices) for of in placement.assignments), len(placement.cluster.devices)
     many = f"{placement.items} items take {roughly(placement.seconds)}" if placement.items > 1 else "its first item"
     verdict = f"Fits: {_figure(placement)} on {used} of {every} devices; {many}"
     limit = " ".join(placement.bottleneck)
-    by = ", ".join(of.device.name for of in placement.assignments if of.stages == placement.bottleneck)
+    by = ", ".join(of.name for of in placement.assignments if of.stages == placement.bottleneck)
     lines = [look.folded(f"bottleneck: {limit} on {_cut(by)}" if limit else "bottleneck: a link between hosts")]
     if replicas is not None:
         lines.append(look.folded(f"with all stages on each device: {_figure(replicas)}"))
@@ -91,15 +93,23 @@ def _devices(placement: Placement, look: Look) -> str:
     rows = [["devices", "", "hardware", "VRAM", "stages", "from s", "first s", "then s", "RAM"]]
     equal: dict[tuple[Any, ...], list[Assignment]] = defaultdict(list)
     for of in placement.assignments:
-        equal[of.device.hardware.name, of.device.vram_bytes, of.column].append(of)
-    for (name, vram_bytes, column), own in equal.items():
+        cards = tuple((each.hardware.name, each.vram_bytes) for each in of.devices)
+        equal[cards, of.column].append(of)
+    for (cards, column), own in equal.items():
         seconds = (column.ahead_seconds, column.cold_seconds, column.steady_seconds)
-        names = _cut(" ".join(of.device.name for of in own), 16)
+        names = _cut(" ".join(of.name for of in own), 16)
         count = f"x{len(own)}" if len(own) > 1 else ""
-        cells = [names, count, name, show_size(vram_bytes), " ".join(own[0].stages), *(f"{of:.3g}" for of in seconds)]
+        kinds, budgets = _each(name for name, _ in cards), _each(show_size(nbytes) for _, nbytes in cards)
+        cells = [names, count, kinds, budgets, " ".join(own[0].stages), *(f"{of:.3g}" for of in seconds)]
         rows.append([*cells, show_size(column.ram_bytes)])
     notes = " from: weights of the first phase are there; first, then: the first item and each further one; RAM: of each device"
     return f"{table(rows, left=(0, 1, 2, 4), width=look.width)}\n{look.folded(notes)}"
+
+
+def _each(texts: Iterable[str]) -> str:
+    """``24.00 GiB+12.00 GiB``; equal ones once, with their number."""
+    every = list(texts)
+    return "+".join(every) if len(set(every)) > 1 or len(every) == 1 else f"{len(every)} x {every[0]}"
 
 
 def _crossings(placement: Placement, look: Look) -> str:

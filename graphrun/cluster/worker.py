@@ -11,7 +11,6 @@ from graphrun import errors
 from graphrun.batch.cache.pack import pack, unpack
 from graphrun.batch.running import Running
 from graphrun.batch.schedule import Segment
-from graphrun.cluster.machines import Device
 from graphrun.runtime.devices.open import open_device
 from graphrun.trace import Trace
 
@@ -40,10 +39,11 @@ class Report:
 
 
 class Worker:
-    """A session of ``segment`` on ``device``, of which this process is the only user. Nothing is built before the first run."""
+    """A session of ``segment`` on the device or devices that its plan is for, of which this process is the only user. ``name``: of
+    these in messages. Nothing is built before the first run."""
 
-    def __init__(self, segment: Segment, device: Device, modules: Mapping[str, Any] | None = None) -> None:
-        self._segment, self._place, self._modules = segment, device, modules
+    def __init__(self, segment: Segment, name: str, modules: Mapping[str, Any] | None = None) -> None:
+        self._segment, self._name, self._modules = segment, name, modules
         self._running: Running | None = None
 
     def run(self, inputs: Mapping[str, Any], values: Sequence[Callable[[], bytes]]) -> tuple[bytes, Report]:
@@ -65,7 +65,7 @@ class Worker:
             report = Report(self._clock(running) - begin, replace(trace, outputs={}))
             return pack(trace.outputs), report
         except errors.GraphrunError as error:
-            return b"", Report(error=(type(error).__name__, f"device {self._place.name}: {error}"))
+            return b"", Report(error=(type(error).__name__, f"device {self._name}: {error}"))
 
     def close(self) -> None:
         """Leaves the device empty."""

@@ -215,21 +215,23 @@ class _Cached:
 
     def allocate(self, key: int, nbytes: int) -> None:
         """Allocate ``nbytes``, rounded up to 512, from the small or the large pool."""
-        rounded = max(round_up(nbytes, ROUND_BYTES), ROUND_BYTES)
-        pool = self._small if rounded <= self._small_bytes else self._large
-        block, reserved = pool.take(rounded)
+        pool = self._small if self.is_small(nbytes) else self._large
+        block, reserved = pool.take(max(round_up(nbytes, ROUND_BYTES), ROUND_BYTES))
         self._live[key] = pool, block
         self.used_bytes += reserved
+
+    def is_small(self, nbytes: int) -> bool:
+        """Whether an allocation of ``nbytes`` comes from the small pool."""
+        return round_up(nbytes, ROUND_BYTES) <= self._small_bytes
 
     def release(self, key: int) -> None:
         """Release the allocation ``key``; its pages or segment stay reserved."""
         pool, block = self._live.pop(key)
         pool.give(*block)
 
-    def place(self, key: int) -> tuple[bool, tuple[int, ...]]:
-        """Where the allocation ``key`` lies: whether in the small pool, and its range or block there."""
-        pool, block = self._live[key]
-        return pool is self._small, block
+    def place(self, key: int) -> tuple[int, ...]:
+        """Where in its pool the allocation ``key`` lies: its range or block."""
+        return self._live[key][1]
 
     def trim(self) -> None:
         """Return unused pages or segments, as `torch.cuda.empty_cache` does."""
@@ -249,10 +251,10 @@ class Caching(_Cached):
         self._pools = [Pool(nbytes) for nbytes in pages]
         super().__init__(self._pools[0], self._pools[1], small_bytes)
 
-    @property
-    def state(self) -> Hashable:
-        """Equal states answer equal allocations and releases alike."""
-        return tuple((pool.end, tuple(pool.sizes), bytes(pool.mapped)) for pool in self._pools)
+    def state(self, small: bool) -> Hashable:
+        """Of one of the pools, which know nothing of each other. Equal states answer equal allocations and releases alike."""
+        pool = self._pools[not small]
+        return pool.end, tuple(pool.sizes), bytes(pool.mapped)
 
 
 class Native(_Cached):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Item = tuple[int, int]
 CALL = -1
 SCRATCH = -(2**40)  # keys of scratch are below; no recording has these
-SHORTEST, DISTANCES = 8, 12  # of what repeats: least events, and how many distances between equal events are tried
+SHORTEST, DISTANCES = 4, 12  # of what repeats: least events, and how many distances between equal events are tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,8 @@ def _longest(alike: np.typing.NDArray[np.int64]) -> tuple[Repeat, ...]:
             distances[number - last[kind]] += 1
         last[kind] = number
     found = list[Repeat]()
-    for period, _ in distances.most_common(DISTANCES):
+    by_length = sorted(distances, key=lambda period: period * distances[period], reverse=True)
+    for period in {*sorted(distances, key=distances.__getitem__, reverse=True)[:DISTANCES], *by_length[:DISTANCES]}:
         if period < SHORTEST:
             continue
         breaks = [-1, *(alike[:-period] != alike[period:]).nonzero()[0].tolist(), len(alike) - period]

@@ -101,7 +101,7 @@ class ClusterWorker(Worker):
             asked, measured = every[request.number - 1], Measured()
             assert self._batch is not None
             assert self._on.placement is not None
-            solutions = {of.device.name: of.column.solution for of in self._on.placement.assignments}
+            solutions = {of.name: of.column.solution for of in self._on.placement.assignments}
             for lane in self._batch.lanes:
                 if lane.request == request.number and lane.trace is not None:
                     solution = solutions[lane.device]

@@ -100,7 +100,7 @@ def _placed(graph: Any, asked: dict[str, Any], settings: Settings, cluster: Clus
     cold, warm = (tuple(finish_seconds(replace(placement, assignments=assignments), most, warm=warm)) for warm in (False, True))
     verdict = (
         f"fits: {placement.items_per_second:.3g} a second, one by itself takes {show_seconds(warm[0])}, "
-        f"on {len(assignments)} of {len(cluster.devices)} devices"
+        f"on {sum(len(of.devices) for of in assignments)} of {len(cluster.devices)} devices"
     )
     solutions = [of.column.solution for of in assignments if of.column.solution is not None]
     peak_bytes = max(of.problem.overhead_bytes - of.problem.reserve_bytes + of.simulation.peak_bytes for of in solutions)

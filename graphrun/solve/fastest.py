@@ -79,7 +79,7 @@ def find_near(problem: Problem, known: Found) -> Found | None:
     in every slot and takes at most TOLERANCE of its time; None where there is none. A fraction of the time of `find`.
 
     ``problem`` differs from that of ``known`` in budgets and in what is set aside."""
-    if known.choice is None or many_runs(problem):  # of many runs, each is solved alone
+    if known.choice is None or many_runs(problem) or known.solution.plan.splits:  # of many runs, each is solved alone
         return None
     plan, of = known.solution.plan, as_split(problem, known.solution)
     programs = [each.program for each in stage_choices(_with_choices_of(of, plan))[0]]

@@ -18,7 +18,9 @@ from graphrun.model.allocator import Caching
 from graphrun.model.phase_trace import CALL, CallTrace, Item, repeats_in
 from graphrun.model.plan import Blocks, Evict, Load, Plan, Restore, Slot, Spill, Stream
 from graphrun.model.problem import Problem
-from graphrun.model.splits import crossings
+from graphrun.model.splits import arguments_bytes
+
+POOLS = (True, False)  # of the allocator: the small one, the large one
 
 
 def reserved_bytes(problem: Problem, plan: Plan, helper: int = 0) -> tuple[int, ...]:
@@ -60,7 +62,8 @@ class _Replay:
         self._kept: dict[tuple[int, int], int] = {}  # (kind of call, key) -> the allocator's key
         self._spilled: dict[str, int] = {}  # value -> bytes
         self._filler: int | None = None
-        self._peaks: dict[tuple[int, Hashable], int] = {}  # (id of a call's trace, state) -> peak of a call that restores the state
+        self._events_in: dict[int, tuple[tuple[Item, ...], ...]] = {}  # id of a call's trace -> its events in each pool
+        self._restored = set[tuple[int, Hashable]]()  # (id of events, state) where they leave the pool as it was
         self._workspace: int | None = None  # the allocator's key of cuBLAS's workspace
         self._last_key = 0
         self._phase: str | None = None
@@ -119,8 +122,8 @@ class _Replay:
         stages before it are not run: one tensor of that size stands for all."""
         self._phase = name
         uses = self._phases[name][1].uses if name in self._phases else ()
-        crossing = {use.component: crossings(use, self._components[use.component]) for use in uses}
-        self._arguments = {of: nbytes.get(self._helper, (0, 0))[0] for of, nbytes in crossing.items()}
+        arguments = {use.component: arguments_bytes(use, self._components[use.component]) for use in uses}
+        self._arguments = {of: nbytes.get(self._helper, 0) for of, nbytes in arguments.items()}
         for key in (*self._kept.values(), *(() if self._filler is None else (self._filler,))):
             self._release(key)
         self._kept.clear()
@@ -158,18 +161,19 @@ class _Replay:
             self._workspace = self._last_key
             self._bytes[self._workspace] = nbytes
             self._allocator.allocate(self._workspace, nbytes)
-        before = self._allocator.state
-        if (known := self._peaks.get((id(call), before))) is not None:
-            self._peak_bytes = max(self._peak_bytes, known)
-            return
-        peak_bytes, self._peak_bytes = self._peak_bytes, 0
         if call.kept:
             self._kept_events(number, call)
-        else:
-            self._released_events(call.events)
-        if self._allocator.state == before:
-            self._peaks[id(call), before] = self._peak_bytes
-        self._peak_bytes = max(self._peak_bytes, peak_bytes)
+            return
+        if id(call) not in self._events_in:
+            sizes = {key: nbytes for key, nbytes in call.events if nbytes}
+            small = {key for key, nbytes in sizes.items() if self._allocator.is_small(nbytes)}
+            self._events_in[id(call)] = tuple(tuple(item for item in call.events if (item[0] in small) is of) for of in POOLS)
+        for of, events in zip(POOLS, self._events_in[id(call)], strict=True):
+            before = id(events), self._allocator.state(of)
+            if before not in self._restored:
+                self._released_events(events, of)
+                if before[1] == self._allocator.state(of):
+                    self._restored.add(before)
 
     def _kept_events(self, number: int, call: CallTrace) -> None:
         own = {key: kept for (of, key), kept in self._kept.items() if of == number}
@@ -183,9 +187,9 @@ class _Replay:
                 self._release(own.pop(key))
         self._kept |= {(number, key): kept for key, kept in own.items()}
 
-    def _released_events(self, events: tuple[Item, ...]) -> None:
-        """Events of a call that keeps nothing. Of what repeats, only as much is replayed as it takes until the allocator and the
-        tensors in it are again as before an earlier repetition: the others do the same."""
+    def _released_events(self, events: tuple[Item, ...], small: bool) -> None:
+        """Events in one pool of a call that keeps nothing. Of what repeats, only as much is replayed as it takes until the pool and
+        the tensors in it are again as before an earlier repetition: the others do the same."""
         numbers, repeats = repeats_in(events)
         live = dict[int, int]()  # number of the event that allocated -> the allocator's key
 
@@ -204,7 +208,7 @@ class _Replay:
             while done < repeat.end:
                 begun = done - repeat.begin
                 places = {(of >= repeat.begin, of - begun * (of >= repeat.begin), self._allocator.place(live[of])) for of in live}
-                since = done - seen.setdefault((self._allocator.state, frozenset(places)), done)
+                since = done - seen.setdefault((self._allocator.state(small), frozenset(places)), done)
                 if since and (skipped := (repeat.end - done) // since * since):
                     live = {of + skipped * (of >= repeat.begin): key for of, key in live.items()}
                     done += skipped

@@ -24,6 +24,7 @@ from graphrun.profile.hardware_profiles import hardware
 GRAPH = Path(__file__).parent.parent.parent / "graphs" / "flux-tiny.yaml"
 SMALL = {"height": 32, "width": 32, "steps": 3, "max_sequence_length": 16}
 BUDGET = {"vram": "6M", "ram": "8G", "hardware": "sim"}
+TOGETHER = "2M"  # of each device of a column with several
 STAGES = (("encode",), ("denoise",), ("decode",))
 
 
@@ -43,15 +44,24 @@ def cluster_of(count: int = 3, rate: float = 1e9, **more: Any) -> Cluster:
 
 
 def placed(
-    graph: Any, items: int, cache: Path, held: Sequence[tuple[str, ...]] = STAGES, cluster: Cluster | None = None
+    graph: Any,
+    items: int,
+    cache: Path,
+    held: Sequence[tuple[str, ...]] = STAGES,
+    cluster: Cluster | None = None,
+    together: Sequence[int] = (),
 ) -> Placement:
-    """Device number n of ``cluster`` with the n-th stages of ``held``."""
-    cluster = cluster or cluster_of(len(held))
-    problem = graphrun.estimate(graph, inputs=SMALL, cache=cache, runs=items, **BUDGET)
-    stages, assignments = tuple(stage.name for stage in graph.stages), []
-    for device, own in zip(cluster.devices, held, strict=True):
+    """The devices of ``cluster`` in turn with the stages of ``held``: one each, or as many as ``together`` says. Several have
+    budgets that do not hold the transformer."""
+    counts = together or [1] * len(held)
+    cluster = cluster or cluster_of(sum(counts))
+    stages, assignments, free = tuple(stage.name for stage in graph.stages), [], iter(cluster.devices)
+    for count, own in zip(counts, held, strict=True):
+        devices = [next(free) for _ in range(count)]
+        budget = {**BUDGET, "vram": [TOGETHER] * count} if count > 1 else BUDGET
+        problem = graphrun.estimate(graph, inputs=SMALL, cache=cache, runs=items, **budget)
         solution = graphrun.plan(segment_of(graph, problem, own, items)[1], cache=cache)
-        assignments.append(Assignment(device, column_of(stages, problem.values, solution)))
+        assignments.append(Assignment(devices[0], column_of(stages, problem.values, solution), tuple(devices[1:])))
     return with_figures(Placement("throughput", items, stages, problem.values, cluster, tuple(assignments)))
 
 
@@ -63,7 +73,7 @@ class Here:
         self.ran: list[int] = []
         self._before, self._done = before, dict[int, Report]()
         pairs = zip(segments_of(graph, placement), placement.assignments, strict=True)
-        self.workers = [Worker(segment, of.device) for segment, of in pairs]
+        self.workers = [Worker(segment, of.name) for segment, of in pairs]
 
     def begin(self, worker: int, inputs: Mapping[str, Any], values: Sequence[int]) -> int:
         self.ran.append(worker)

@@ -1,7 +1,8 @@
 """Random clusters and prices in pure numbers, and the best assignments of devices by trying all: the judge of the master program.
 
 The judge takes the rate of assignments as the least cut between the first and the last stage, over every set of boundaries, and the
-latency of every chain of distinct devices as it is defined.
+latency of every chain of distinct devices as it is defined. A few devices of a host may
+hold a column together, any of them as the main one.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import numpy as np
 from graphrun.cluster.columns import SHARES, Kind, Pricing, kinds_of
 from graphrun.cluster.machines import Cluster, Device, Host, Link
 from graphrun.cluster.placement import Assignment, Column, Objective, Placement
-from graphrun.model.problem import ValueNumbers
+from graphrun.model.problem import Helper, ValueNumbers
 from graphrun.profile.hardware import simulated
+
+Unit = tuple[Device, ...]  # devices that hold a column, the main one first
 
 
 @dataclass(frozen=True)
@@ -30,26 +33,30 @@ class Case:
     compute: dict[tuple[str, str], float]
     weights: dict[str, int]
     stream: dict[str, float]
+    together: int = 2  # devices in one column, at most
 
     def price(self, kind: Kind, stages: tuple[str, ...], share: float) -> Column | None:
-        """More seconds with less RAM, and none below a third of the weights."""
-        weights = sum(self.weights[stage] for stage in stages)
+        """More seconds with less RAM, and none below a third of the weights. Of several devices one computes after the
+        other, each stage on the fastest one, for a tenth of its seconds more than as the main one, and all hold weights."""
+        weights, names = sum(self.weights[stage] for stage in stages), [of.hardware.name for of in kind.members]
+        vram_bytes = sum(of.vram_bytes for of in kind.members)
         ram = min(weights, int(share * kind.ram_bytes))
         pinned = ram // 2 if kind.pinned_bytes is None else min(ram // 2, int(share * kind.pinned_bytes))
-        if 3 * ram < weights or weights > 40 * kind.vram_bytes:
+        if 3 * ram < weights or weights > 40 * vram_bytes:
             return None
         name = kind.hardware.name
-        crowded = max(0.0, weights / kind.vram_bytes - 1) * self.stream[name] / 10
+        crowded = max(0.0, weights / vram_bytes - 1) * self.stream[name]
         missing = (2 - ram / weights - pinned / max(1, ram // 2)) * self.stream[name]
-        steady = sum(self.compute[name, stage] for stage in stages) + crowded + missing
+        computing = (min(self.compute[of, stage] * (1.1 if at else 1.0) for at, of in enumerate(names)) for stage in stages)
+        steady = sum(computing) + crowded + missing
         ahead = weights / 100
         return Column(stages, ahead + steady * 1.25, ahead, steady, ram, pinned)
 
     def least(self, kind: Kind, stage: str) -> float:
-        return self.compute[kind.hardware.name, stage]
+        return min(self.compute[of.hardware.name, stage] for of in kind.members)
 
     def pricing(self, *, cold: bool = False) -> Pricing:
-        return Pricing(self.stages, self.price, self.least, cold=cold)
+        return Pricing(self.stages, self.price, self.least, cold=cold, together=self.together)
 
     def placement(self, objective: Objective, assignments: tuple[Assignment, ...], items: int = 100) -> Placement:
         return Placement(objective, items, self.stages, self.values, self.cluster, assignments)
@@ -86,31 +93,56 @@ def random_case(number: int, most_devices: int = 4, most_stages: int = 4) -> Cas
 
 def best_rate(case: Case) -> float:
     """The most items per second of any assignment, where links limit nothing; 0 where none runs every stage."""
-    kinds, last = kinds_of(case.cluster), len(case.stages)
+    last = len(case.stages)
     cuts = [{0, *inner} for n in range(last) for inner in combinations(range(1, last), n)]
-    per_host = []
-    for host in case.cluster.hosts:
-        found = np.zeros((1, len(cuts))), np.zeros(1), np.zeros(1)
-        for device in host.devices:
-            columns = case.columns(kinds[device.name])
-            spans = [(case.stages.index(of.stages[0]), case.stages.index(of.stages[-1]) + 1) for of in columns]
-            rates = [
-                [(a in cut and b not in cut) / of.steady_seconds for cut in cuts] for of, (a, b) in zip(columns, spans, strict=True)
-            ]
-            more = (
-                np.array([[0.0] * len(cuts), *rates]),
-                np.array([0, *(of.ram_bytes for of in columns)]),
-                np.array([0, *(of.pinned_bytes for of in columns)]),
-            )
-            flows, ram, pinned = ((a[:, None] + b[None]).reshape(-1, *a.shape[1:]) for a, b in zip(found, more, strict=True))
-            fits = (ram <= host.ram_bytes) & (pinned <= (host.pinned_bytes if host.pinned_bytes is not None else host.ram_bytes))
-            _, distinct = np.unique(np.column_stack([flows[fits], ram[fits], pinned[fits]]), axis=0, return_index=True)
-            found = flows[fits][distinct], ram[fits][distinct], pinned[fits][distinct]
-        per_host.append(np.unique(found[0], axis=0))
+    per_host = [
+        np.unique(np.concatenate([_flows(case, host, units, cuts) for units in _put_together(host.devices, case.together)]), axis=0)
+        for host in case.cluster.hosts
+    ]
     total = np.zeros((1, len(cuts)))
     for flows in per_host:
         total = np.unique((total[:, None] + flows[None]).reshape(-1, len(cuts)), axis=0)
     return float(total.min(axis=1).max())
+
+
+def _put_together(devices: tuple[Device, ...], most: int) -> Iterator[tuple[Unit, ...]]:
+    """Every way to put ``devices`` of a host together, at most ``most``."""
+    if not devices:
+        yield ()
+        return
+    first, *others = devices
+    for count in range(most):
+        for more in combinations(others, count):
+            for units in _put_together(tuple(of for of in others if of not in more), most):
+                every = (first, *more)
+                yield from (((main, *(of for of in every if of != main)), *units) for main in every)
+
+
+def _flows(case: Case, host: Host, units: tuple[Unit, ...], cuts: list[set[int]]) -> np.ndarray:
+    """The rates over ``cuts`` of every choice of columns for ``units`` of ``host`` that its memory allows."""
+    found = np.zeros((1, len(cuts))), np.zeros(1), np.zeros(1)
+    for unit in units:
+        columns = case.columns(kind_of(case, unit))
+        spans = [(case.stages.index(of.stages[0]), case.stages.index(of.stages[-1]) + 1) for of in columns]
+        rates = [
+            [(a in cut and b not in cut) / of.steady_seconds for cut in cuts] for of, (a, b) in zip(columns, spans, strict=True)
+        ]
+        more = (
+            np.array([[0.0] * len(cuts), *rates]),
+            np.array([0, *(of.ram_bytes for of in columns)]),
+            np.array([0, *(of.pinned_bytes for of in columns)]),
+        )
+        flows, ram, pinned = ((a[:, None] + b[None]).reshape(-1, *a.shape[1:]) for a, b in zip(found, more, strict=True))
+        fits = (ram <= host.ram_bytes) & (pinned <= (host.pinned_bytes if host.pinned_bytes is not None else host.ram_bytes))
+        _, distinct = np.unique(np.column_stack([flows[fits], ram[fits], pinned[fits]]), axis=0, return_index=True)
+        found = flows[fits][distinct], ram[fits][distinct], pinned[fits][distinct]
+    return np.unique(found[0], axis=0)
+
+
+def kind_of(case: Case, unit: Unit) -> Kind:
+    """The kind of ``unit``."""
+    kinds = kinds_of(case.cluster)
+    return kinds[unit[0].name]._replace(helpers=tuple(Helper(of.hardware, of.vram_bytes) for of in unit[1:]))
 
 
 def best_latency(case: Case, *, cold: bool) -> float:
@@ -119,16 +151,20 @@ def best_latency(case: Case, *, cold: bool) -> float:
 
 
 def _latencies(case: Case, cold: bool) -> Iterator[float]:
-    kinds, last = kinds_of(case.cluster), len(case.stages)
-    every = {device.name: case.columns(kinds[device.name]) for device in case.cluster.devices}
-    for count in range(min(last, len(every))):
+    last, devices = len(case.stages), case.cluster.devices
+    several = [unit for count in range(1, case.together + 1) for unit in permutations(devices, count)]
+    every = {unit: case.columns(kind_of(case, unit)) for unit in several if len({of.host for of in unit}) == 1}
+    for count in range(min(last, len(devices))):
         for inner in combinations(range(1, last), count):
             parts = [case.stages[a:b] for a, b in pairwise((0, *inner, last))]
-            for devices in permutations(case.cluster.devices, len(parts)):
-                ways = [[of for of in every[d.name] if of.stages == part] for d, part in zip(devices, parts, strict=True)]
+            for units in permutations(every, len(parts)):
+                if len({of.name for unit in units for of in unit}) < sum(map(len, units)):
+                    continue
+                ways = [[of for of in every[unit] if of.stages == part] for unit, part in zip(units, parts, strict=True)]
                 for columns in product(*ways):
-                    if _fit(case.cluster, devices, columns):
-                        yield _latency(case, devices, columns, cold)
+                    mains = tuple(unit[0] for unit in units)
+                    if _fit(case.cluster, mains, columns):
+                        yield _latency(case, mains, columns, cold)
 
 
 def _fit(cluster: Cluster, devices: tuple[Device, ...], columns: tuple[Column, ...]) -> bool:

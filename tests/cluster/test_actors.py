@@ -60,6 +60,24 @@ def test_three_actors_have_the_bits_of_one_device_in_order_at_the_planned_rate(
     assert batch.seconds < single.seconds < singly
 
 
+def test_an_actor_holds_two_devices_after_actors_that_held_one_each(ray: Any, flux: Any, cached_dry_runs: Path) -> None:
+    from graphrun.cluster.actors import Actors
+    from graphrun.cluster.flow import segments_of
+
+    apart, single = placed(flux, 4, cached_dry_runs), one_device(flux, 4, cached_dry_runs)
+    both = placed(flux, 4, cached_dry_runs, (("denoise", "decode"), ("encode",)), together=(2, 1))
+    with Actors(ray, segments_of(flux, apart), apart) as crew:
+        assert pictures(ran_by(flux, apart, crew, requests(1))) == pictures(single)[:1]
+        crew.turn_to(segments_of(flux, both), both)
+        batch = ran_by(flux, both, crew, requests(4))
+        killed = ray.get(crew._actors[0].__ray_call__.remote(lambda _: os.getpid()))
+        os.kill(killed, signal.SIGKILL)
+        assert pictures(ran_by(flux, both, crew, requests(1))) == pictures(single)[:1]
+    assert pictures(batch) == pictures(single)
+    assert batch.seconds == pytest.approx(both.seconds, rel=0.05)
+    assert {lane.device for lane in batch.lanes} == {"a/0+a/1", "b/2"}
+
+
 def test_actors_killed_at_any_moment_do_every_item_once_with_the_same_bits(ray: Any, flux: Any, cached_dry_runs: Path) -> None:
     from graphrun.cluster.actors import Actors
     from graphrun.cluster.flow import segments_of

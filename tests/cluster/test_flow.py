@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from placing import BUDGET, SMALL, Here, Losing, cluster_of, placed, ran_by
+from placing import BUDGET, GRAPH, SMALL, Here, Losing, cluster_of, placed, ran_by
 
 import graphrun
 from graphrun.batch.journal import Journal
 from graphrun.batch.queue import Batch
 from graphrun.batch.watch import LeftOut, Watcher
+from graphrun.cluster import files
 from graphrun.cluster.flow import LOSSES
 from graphrun.cluster.placement import Placement
 from graphrun.errors import BrokenPlan, InputError, PlanError
+from graphrun.model.splits import computing_on
 from graphrun.report.lanes import lanes_in, lanes_json, lanes_page
 from graphrun.report.outputs import save_outputs
 from graphrun.runtime.devices.open import open_device
@@ -67,6 +70,32 @@ def test_items_have_the_bits_of_one_device_in_order_at_the_planned_time(
     ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
     assert max(ends) <= 1e6 * batch.seconds + 1e-6  # of microseconds; the products round differently
     assert {event["pid"] for event in events} == {1, 2, 3}
+
+
+def test_two_devices_of_a_host_hold_stages_together(
+    flux: Any, crew: Any, single: Any, cached_dry_runs: Path, tmp_path: Path
+) -> None:
+    """Some blocks of the transformer compute on the second one, and nothing else changes."""
+    both = placed(flux, 3, cached_dry_runs, (("denoise", "decode"), ("encode",)), together=(2, 1))
+    column = both.assignments[0].column
+    assert column.solution is not None
+    assert computing_on(column.solution.chosen, 1) == ["transformer (4 of 13 blocks)"]
+    batch = ran_by(flux, both, crew(both), REQUESTS)
+    assert pictures(batch) == single
+    assert batch.seconds == pytest.approx(both.seconds, rel=0.05)
+    assert {lane.device for lane in batch.lanes} == {"a/0+a/1", "b/2"}
+
+    files.save(path := tmp_path / "plan.json", GRAPH, both, {})
+    assert files.read(path)[0] == both
+    data = json.loads(path.read_text())
+    for old, new, message in (
+        ("a/0+a/1", "a/0", "device a/0: its plan is for 2 devices of one host"),
+        ("a/0+a/1", "a/0+b/2", "device b/2 has two sections"),
+        ("a/0+a/1", "a/0+a/7", "there is no device a/7"),
+    ):
+        path.write_text(json.dumps({**data, "actions": [line.replace(old, new) for line in data["actions"]]}))
+        with pytest.raises(PlanError, match=message):
+            files.read(path)
 
 
 def test_a_slow_link_holds_devices_back_and_changes_no_bit(flux: Any, crew: Any, pipeline: Placement, single: Any) -> None:

@@ -70,6 +70,24 @@ def test_hosts_whose_memory_is_a_row_come_out_the_same(number: int, monkeypatch:
     assert (placement.items_per_second if placement is not None else 0.0) == pytest.approx(best_rate(case), rel=1e-5)
 
 
+@pytest.mark.parametrize("number", range(20))
+def test_up_to_four_devices_of_a_host_hold_a_column_together(number: int) -> None:
+    case = replace(unlimited(random_case(number, 4 if number < 5 else 3, 2)), together=4)
+    placement = placed(case, "throughput")
+    assert (placement.items_per_second if placement is not None else 0.0) == pytest.approx(best_rate(case), rel=1e-5)
+    alone = placed(case, "latency")
+    assert (alone.latency_seconds if alone is not None else float("inf")) == pytest.approx(best_latency(case, cold=False), rel=1e-5)
+
+
+def test_devices_are_put_together_where_that_is_better_and_only_there() -> None:
+    found = [placed(replace(case_of(number), together=most), "latency") for number in range(12) for most in (1, 2)]
+    pairs = list(zip(found[::2], found[1::2], strict=True))
+    assert any(more is not None and any(of.helpers for of in more.assignments) for _, more in pairs)
+    for one, more in pairs:
+        if one is not None and more is not None:
+            assert more.latency_seconds < one.latency_seconds or not any(of.helpers for of in more.assignments)
+
+
 def test_hosts_without_a_link_exchange_nothing() -> None:
     several = [case for case in map(case_of, range(30)) if len(case.cluster.hosts) > 1][:5]
     for case in several:

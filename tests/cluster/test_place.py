@@ -41,7 +41,7 @@ def test_a_placement_is_shown_saved_read_and_checked(graphrun: Cli, cluster: Pat
     assert str(placement).splitlines() == data["actions"]
     screen = graphrun(*asked)[1]
     assert "bottleneck:" in screen
-    assert all(of.device.name in screen for of in placement.assignments)
+    assert all(of.name in screen for of in placement.assignments)
     assert graphrun("check", str(out))[1].startswith("ok: ")
 
     data["cluster"]["hosts"][0]["ram_bytes"] = 2**20
@@ -54,6 +54,23 @@ def test_a_placement_is_shown_saved_read_and_checked(graphrun: Cli, cluster: Pat
     out.write_text(json.dumps({**data, "actions": [line.replace("device a/", "device b/") for line in data["actions"]]}))
     with pytest.raises(PlanError, match="there is no device b/"):
         files.read(out)
+
+
+@pytest.mark.sweep("cluster")
+def test_two_devices_of_a_host_hold_what_one_would_stream(graphrun: Cli, cluster: Path, tmp_path: Path) -> None:
+    """One item takes less time on both together; two items at a time are still done sooner one on each."""
+    cluster.write_text(TEXT.replace("4M", "2M"))
+    asked, out = ("plan", "flux-tiny", "--cluster", str(cluster), *SMALL, "--items", "24"), tmp_path / "plan.json"
+    code, screen, err = graphrun(*asked, "--objective", "latency", "-o", str(out))
+    assert code == 0, err
+    assert "a/0+a/1 2 x sim 2 x 2.00 MiB" in " ".join(screen.split())
+    (one,) = files.read(out)[0].assignments
+    assert one.plan.splits
+    assert graphrun("check", str(out))[1].startswith("ok: 2 devices")
+    alone, apart = (json.loads(graphrun(*asked, "--json", "--objective", of)[1]) for of in ("latency", "throughput"))
+    assert [len(of["helpers"]) for of in alone["devices"]] == [1]
+    assert alone["latency_seconds"] < 0.9 * alone["replicas"]["latency_seconds"]
+    assert [of["helpers"] for of in apart["devices"]] == [[], []]
 
 
 @pytest.mark.parametrize(

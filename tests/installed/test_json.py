@@ -18,6 +18,7 @@ PLAN, COMMON = "plan, explain, map, run", "JSON of the commands"
 NOT_HERE = {f"explain plan.json COMPONENT: alternatives[].{key}" for key in ("variant", "needs_permission", "refusal")}
 HELPER_KEYS = ("hardware", "budget_bytes", "effective_bytes", "peak_bytes", "components[]")
 NOT_HERE |= {f"plan --cluster: crossings[].{key}" for key in ("value", "to[]", "nbytes", "seconds")}
+NOT_HERE |= {f"plan --cluster: devices[].helpers[].{key}" for key in ("hardware", "vram_bytes")}
 NOT_HERE |= {f"{PLAN}: helpers[].{key}" for key in HELPER_KEYS} | {"frontier: device"}
 CASES = [
     (PLAN, ("plan", "plan.json")),

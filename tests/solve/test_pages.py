@@ -125,15 +125,14 @@ def test_the_replay_is_that_of_the_allocator(make_problem: Any) -> None:
 
 
 def test_equal_calls_are_replayed_once_and_count_the_same(make_problem: Any) -> None:
-    """Calls that leave the allocator as they found it are not replayed again; the result is that of replaying each."""
+    """Calls that leave a pool of the allocator as it was are not replayed there again; the result is that of replaying each."""
     problem = make_problem("flux-dev", 12 * GIB, hardware="rtx4090")
     solution = solve(problem)
 
     class Forgetful(Caching):
         count = 0
 
-        @property
-        def state(self) -> int:
+        def state(self, small: bool) -> int:
             Forgetful.count += 1
             return Forgetful.count
 

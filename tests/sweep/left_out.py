@@ -1,4 +1,5 @@
-"""A pytest plugin that runs graphrun with one call left out: ``LEFT_OUT=runtime/streamer.py:160:12`` (file, line, column).
+"""A pytest plugin that runs graphrun with one call left out: ``LEFT_OUT=runtime/streamer.py:160:48`` (file, and the line and column
+at which the call ends: of ``a.b().c()``, two calls begin at one place).
 
 The call's arguments are not evaluated either. Its value is 0.0: a mark at the start of time, for which nothing has to wait.
 """
@@ -23,7 +24,7 @@ class _Without(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802 (ast's name)
         self.generic_visit(node)
-        if (node.lineno, node.col_offset) == (int(LINE), int(COLUMN)):
+        if (node.end_lineno, node.end_col_offset) == (int(LINE), int(COLUMN)):
             self.found += 1
             return ast.copy_location(ast.Constant(0.0), node)
         return node
