@@ -16,7 +16,7 @@ from dataclasses import replace
 from graphrun.errors import PlanError
 from graphrun.model.plan import Plan
 from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem, Use, ValueNumbers, Variant
-from graphrun.model.splits import crossings, with_splits
+from graphrun.model.splits import arguments_bytes, with_splits
 
 # Blocks for which a ring has room, and likewise the bounce buffer of a backing store on disk (`Variant.host_bytes`).
 BUFFERED_BLOCKS = 2
@@ -137,7 +137,7 @@ def activation_bytes(phase_bytes: int, variants: Iterable[Variant], glue_bytes: 
 def helper_bytes(phase_bytes: int, pairs: Iterable[tuple[Use, ComponentNumbers]], helper: int) -> int:
     """Bytes beyond weights on ``helper`` in a slot of a phase that runs ``pairs``, components with their variants chosen: 0 if none
     of them computes there, else the activation as traced, ``phase_bytes``, and the most that scratch and what crosses take."""
-    own = [of.variants[0].scratch_bytes + to for use, of in pairs for n, (to, _) in crossings(use, of).items() if n == helper]
+    own = [of.variants[0].scratch_bytes + to for use, of in pairs for n, to in arguments_bytes(use, of).items() if n == helper]
     return phase_bytes + max(own) if own else 0
 
 

@@ -21,7 +21,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from graphrun.model.phase_trace import PhaseTrace
 
@@ -38,7 +38,7 @@ ALLOCATION_BYTES = 512
 PRIOR_ERROR = 0.25
 
 # Fields that the JSON form leaves out where they are empty: those of further devices, and what few calibrations measure.
-_OPTIONAL = ("helpers", "crossing", "helper_bytes", "hops", "helper", "compiled_gain")
+_OPTIONAL = ("helpers", "crossing", "helper_bytes", "live_tensors", "helper", "compiled_gain")
 
 
 def _fields_of(record: Any) -> dict[str, Any]:
@@ -206,6 +206,26 @@ class ComponentNumbers:
         return any(variant.streamable for variant in self.variants)
 
 
+class LiveTensor(NamedTuple):
+    """A tensor of ``nbytes`` that blocks of a call get or return.
+
+    ``maker``: number of the block that makes it; 0: other code. ``users``: numbers of the blocks that get it, sorted, and 0 first
+    where other code may read it. Blocks are numbered from 1 in call order, without the remainder. ``given``: it is there before the
+    call.
+
+        block    1        2       code      3          tensor  maker  users
+        a        makes -> gets                         a       1      (2,)      stays where both are
+        b                 makes --> reads              b       2      (0,)      crosses back
+        c                           makes --> gets     c       0      (3,)      crosses to where 3 is
+        d        gets     gets                gets     d       0      (1, 2, 3) crosses once
+    """
+
+    nbytes: int
+    maker: int
+    users: tuple[int, ...]
+    given: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Use:
     """How a phase uses a component. Indices k are block groups.
@@ -215,8 +235,8 @@ class Use:
     as (group, block within it, seconds), with the remainder's compute before, between and after the blocks; empty: group by
     group, block by block. ``passes[k]``: how often a block of group k runs in one call; empty: once. ``layers``: the same use
     with the component split into layers. ``crossing``: bytes of the tensors that one call gets and of those that it returns, which
-    cross to a helper and back where it computes there; only in problems with helpers. ``hops[k]``: bytes of the tensors that a
-    block of group k gets and that it returns; empty where blocks do not run one directly after another, and without helpers.
+    cross to a helper and back where it computes there; only in problems with helpers. ``live_tensors``: those that pass between the
+    blocks of a call, and between them and other code; empty where blocks may not compute on several devices, and without helpers.
     """
 
     component: str
@@ -227,7 +247,7 @@ class Use:
     passes: tuple[int, ...] = ()
     layers: Use | None = None
     crossing: tuple[int, ...] = ()
-    hops: tuple[tuple[int, int], ...] = ()
+    live_tensors: tuple[LiveTensor, ...] = ()
 
     def passes_of(self, number: int) -> int:
         """How often a block of group ``number`` runs in one call."""
@@ -410,6 +430,11 @@ class Problem:
         ways = zip(crossing, ((one, other), (other, one)), strict=True)
         found = [a.copy_start_seconds + n / min(a.d2h_bytes_per_second, b.h2d_bytes_per_second) if n else 0.0 for n, (a, b) in ways]
         return found[0], found[1]
+
+    def tensors_cross_seconds(self, helper: int, to: Sequence[int], back: Sequence[int]) -> tuple[float, float]:
+        """As `crossing_seconds`, for tensors of so many bytes each, one copy for each."""
+        there = sum(self.crossing_seconds(helper, (nbytes, 0))[0] for nbytes in to)
+        return there, sum(self.crossing_seconds(helper, (0, nbytes))[1] for nbytes in back)
 
     def component(self, name: str) -> ComponentNumbers:
         """The component called ``name``; KeyError if there is none."""

@@ -1,31 +1,34 @@
 """One component over several devices: an interval of its blocks computes on each of some helpers, the others on the device. Pure.
 
-    call       | remainder |  block 0  |  block 1  |  block 2  |  block 3  | remainder |
-    device     |###########|###########|           |           |###########|###########|
+    call       | remainder |  block 0  |  block 1  |  block 2  | remainder |  block 3  | remainder |
+    device     |###########|###########|           |           |###########|###########|###########|
     device1                > crosses   |###########|###########| crosses >
 
 The blocks of an interval form groups of their own, ``NAME@1`` on the first helper. They are not streamed. Which components can be
-split, and how many blocks of each group go where, is for the solver to decide; where in a group these are is fixed here.
+split, and how many blocks of each segment go where, is for the solver to decide; where in a segment these are is fixed here.
+
+What crosses follows from `Use.live_tensors`: a tensor that blocks on a helper get crosses to it once a call, unless a block there
+made it; one that a block there makes crosses back where anything else may read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphrun.errors import PlanError
 from graphrun.model.plan import Blocks, Split
-from graphrun.model.problem import BlockGroup, ComponentNumbers, Problem, Use, Variant
+from graphrun.model.problem import ALLOCATION_BYTES, BlockGroup, ComponentNumbers, LiveTensor, Problem, Use, Variant
+from graphrun.units import round_up
 
 
 def helpers_for(problem: Problem, component: ComponentNumbers) -> tuple[int, ...]:
-    """Numbers of the helpers over which ``component`` may be split: of the largest component whose blocks run one after another in
-    every call (`Use.hops`), where no directive demands that they leave the device."""
-    phases = (*problem.phases, *(phase for option in problem.options for phase in option.phases))
-    uses = [use for phase in phases for use in phase.uses]
-    able = [of for of in problem.components if all(use.hops for use in uses if use.component == of.name)]
+    """Numbers of the helpers over which ``component`` may be split: of the largest component whose blocks all run in every call
+    (`Use.live_tensors`), where no directive demands that they leave the device."""
+    uses = _uses(problem)
+    able = [of for of in problem.components if all(use.live_tensors for use in uses if use.component == of.name)]
     if not able or component != max(able, key=lambda of: of.weight_bytes()):
         return ()
     if problem.demanded(component.name) & {"exclude", "drop"}:
@@ -45,20 +48,63 @@ def twin(component: ComponentNumbers, variant: Variant, helper: int) -> Variant 
     return next((of for of in component.variants if of.name == name), None)
 
 
+def _uses(problem: Problem) -> list[Use]:
+    phases = (*problem.phases, *(phase for option in problem.options for phase in option.phases))
+    return [use for phase in phases for use in phase.uses]
+
+
 def slowdown_of(component: ComponentNumbers, helper: int) -> float:
     """Factor on the compute seconds of a block that computes on ``helper``."""
     pairs = ((variant, twin(component, variant, helper)) for variant in component.variants)
     return next(there.slowdown / here.slowdown for here, there in pairs if there is not None)
 
 
-def in_a_row(component: ComponentNumbers, counts: Mapping[int, Mapping[int, int]]) -> dict[int, Blocks]:
-    """By helper, the blocks of its interval, of which ``counts[helper]`` has the number of each group. They are the first ones of
-    a group if the interval began before it, else the last ones: those of the interval that goes on in the next group at the end,
-    before them intervals within the group, by helper."""
-    touched = {helper: sorted(k for k, count in own.items() if count) for helper, own in counts.items()}
-    found = {helper: list[tuple[str, tuple[int, ...]]]() for helper in touched if touched[helper]}
+class Segment(NamedTuple):
+    """Blocks ``start`` to ``stop`` (half-open) of group ``group``, for each of which the same crosses: see `segments_of`."""
+
+    group: int
+    start: int
+    stop: int
+
+
+def segments_of(problem: Problem, component: ComponentNumbers) -> list[Segment]:
+    """The blocks of ``component`` in call order. Wherever in a segment an interval begins or ends, as many bytes cross in as many
+    tensors: a block gets what the one before it made, and what all of them get."""
+    uses = [(use.live_tensors, block_arguments(use.live_tensors)) for use in _uses(problem) if use.component == component.name]
+    number, found = 0, list[Segment]()
     for k, group in enumerate(component.groups):
-        stop = len(group.blocks)
+        for i in range(len(group.blocks) if "" not in group.blocks else 0):
+            number += 1
+            if i and all(of[number - 1] == of[number] and _alike(rows, number - 1) for rows, of in uses):
+                found[-1] = found[-1]._replace(stop=i + 1)
+            else:
+                found.append(Segment(k, i, i + 1))
+    return found
+
+
+def _alike(rows: Sequence[LiveTensor], n: int) -> bool:
+    """Whether blocks n and n + 1 may be in one segment."""
+    made, then = ([row for row in rows if row.maker == of] for of in (n, n + 1))
+    entering = [row for row in rows if n in row.users and (row.maker or n + 1 not in row.users)]
+    later = [row for row in rows if n + 1 in row.users and row.maker != n]
+    return (
+        all(row.users == (n + 1,) for row in made)
+        and all({*row.users} <= {n, 0} for row in entering)
+        and all(n in row.users and not row.maker for row in later)
+        and sorted(row.nbytes for row in made) == sorted(row.nbytes for row in entering) == sorted(row.nbytes for row in then)
+    )
+
+
+def in_a_row(
+    component: ComponentNumbers, segments: Sequence[Segment], counts: Mapping[int, Mapping[int, int]]
+) -> dict[int, Blocks]:
+    """By helper, the blocks of its interval, of which ``counts[helper]`` has the number of each of ``segments``. They are the first
+    ones of a segment if the interval began before it, else the last ones: those of the interval that goes on in the next one at
+    the end, before them intervals within the segment, by helper."""
+    touched = {helper: sorted(k for k, count in own.items() if count) for helper, own in counts.items()}
+    found = {helper: dict[str, tuple[int, ...]]() for helper in touched if touched[helper]}
+    for k, segment in enumerate(segments):
+        stop, name = segment.stop, component.groups[segment.group].name
         last = [helper for helper, own in touched.items() if own and own[0] == k]
         taken = {}
         for helper in sorted(last, key=lambda helper: (touched[helper][-1] == k, -helper)):
@@ -66,18 +112,87 @@ def in_a_row(component: ComponentNumbers, counts: Mapping[int, Mapping[int, int]
             stop -= counts[helper][k]
         for helper, own in touched.items():
             if k in own:
-                found[helper].append((group.name, tuple(taken.get(helper, range(counts[helper][k])))))
-    return {helper: tuple(own) for helper, own in sorted(found.items())}
+                more = taken.get(helper, range(segment.start, segment.start + counts[helper][k]))
+                found[helper][name] = (*found[helper].get(name, ()), *more)
+    return {helper: tuple(own.items()) for helper, own in sorted(found.items())}
 
 
-def crossings(use: Use, component: ComponentNumbers) -> dict[int, tuple[int, int]]:
-    """By helper: bytes that cross to it and back in one call of ``component``, which has its variant chosen."""
+class Crossing(NamedTuple):
+    """Tensors that cross to ``helper`` before a block there computes, and back after it; bytes of each. ``stay``: of those that the
+    block makes, numbers of the ones that only blocks there get."""
+
+    helper: int
+    to: tuple[int, ...]
+    back: tuple[int, ...]
+    stay: frozenset[int]
+
+
+def crossings(use: Use, component: ComponentNumbers) -> dict[tuple[int, int], Crossing]:
+    """What crosses in one call of ``component``, which has its variant chosen, at each block on a helper, by (group, block)."""
+    helper_of = [group.helper for group in component.groups]
+    if component.variants[0].helper or not any(helper_of) or not use.live_tensors:
+        return {}
+    order = list(dict.fromkeys((k, i) for k, i, _ in use.order if "" not in component.groups[k].blocks))
+    on = {0: 0} | {n: helper_of[k] for n, (k, _) in enumerate(order, 1)}
+    to, back, stay = (defaultdict[int, list[int]](list) for _ in range(3))
+    makes = Counter[int]()
+    for row in use.live_tensors:
+        first = dict[int, int]()  # by helper, the first block there that gets it
+        for n in row.users:
+            first.setdefault(on[n], n)
+        for helper, n in first.items():
+            if helper not in (0, on[row.maker]):
+                to[n].append(row.nbytes)
+        if row.maker:
+            if first.keys() == {on[row.maker]}:
+                stay[row.maker].append(makes[row.maker])
+            else:
+                back[row.maker].append(row.nbytes)
+            makes[row.maker] += 1
+    return {at: Crossing(on[n], tuple(to[n]), tuple(back[n]), frozenset(stay[n])) for n, at in enumerate(order, 1) if on[n]}
+
+
+def crossing_seconds(problem: Problem, use: Use, component: ComponentNumbers) -> dict[int, float]:
+    """By helper: seconds in which what one call of ``component``, which has its variant chosen, needs crosses to it and back."""
     if helper := component.variants[0].helper:
-        to, back = use.crossing or (0, 0)
-        return {helper: (to, back)}
-    numbers = sorted({group.helper for group in component.groups if group.helper})
-    hops = {n: [hop for hop, group in zip(use.hops, component.groups, strict=True) if group.helper == n] for n in numbers}
-    return {n: (max(to for to, _ in own), max(back for _, back in own)) for n, own in hops.items()}
+        return {helper: sum(problem.crossing_seconds(helper, use.crossing))}
+    found = defaultdict[int, float](float)
+    for of in crossings(use, component).values():
+        found[of.helper] += sum(problem.tensors_cross_seconds(of.helper, of.to, of.back))
+    return dict(found)
+
+
+def arguments_bytes(use: Use, component: ComponentNumbers) -> dict[int, int]:
+    """By helper: bytes there beyond weights and activation as traced while ``component``, which has its variant chosen, computes:
+    of what crosses to it, or the most for any of its blocks there."""
+    if helper := component.variants[0].helper:
+        return {helper: (use.crossing or (0,))[0]}
+    found = dict[int, int]()
+    order = list(dict.fromkeys((k, i) for k, i, _ in use.order if "" not in component.groups[k].blocks))
+    for (k, _), nbytes in zip(order, block_arguments(use.live_tensors)[1:], strict=False):
+        if helper := component.groups[k].helper:
+            found[helper] = max(found.get(helper, 0), nbytes)
+    return found
+
+
+def block_arguments(rows: Sequence[LiveTensor]) -> list[int]:
+    """By number of the block (`LiveTensor`): bytes of what it gets, and of what was given to the call and earlier blocks got. Other
+    tensors are part of the activation as traced."""
+    count = 1 + max((n for row in rows for n in (row.maker, *row.users)), default=0)
+    found = [0] * count
+    for row in rows:
+        users = [n for n in row.users if n]
+        for n in range(users[0], count) if row.given and users else users:
+            found[n] += round_up(row.nbytes, ALLOCATION_BYTES)
+    return found
+
+
+def block_seconds(use: Use, component: ComponentNumbers) -> list[float]:
+    """For each group, seconds of one of its blocks in one call, without compute of the remainder that `Use.seconds` has there."""
+    found = [0.0] * len(component.groups)
+    for k, _, seconds in use.order:
+        found[k] += seconds / len(component.groups[k].blocks)
+    return found if use.order else list(use.seconds)
 
 
 def with_splits(problem: Problem, splits: Sequence[Split]) -> Problem:
@@ -116,15 +231,13 @@ def _split(problem: Problem, name: str, splits: Mapping[int, Blocks]) -> Problem
     def used(use: Use) -> Use:
         if use.component != name:
             return use
+        order = use.order or [(k, i, use.seconds[k]) for k, of in enumerate(component.groups) for i in range(len(of.blocks))]
         return replace(
             use,
             group_calls=tuple(use.group_calls[k] for k, _ in sources),
-            seconds=tuple(use.seconds[k] * slowdowns[helper] for k, helper in sources),
-            order=tuple(
-                (*places[k, i], seconds * slowdowns[moved.get((k, i), 0)]) for k, i, seconds in _unbroken(use, component, moved)
-            ),
+            seconds=tuple(_seconds(use, component, moved, sources, slowdowns)),
+            order=tuple((*places[k, i], seconds * slowdowns[moved.get((k, i), 0)]) for k, i, seconds in order),
             passes=tuple(use.passes[k] for k, _ in sources) if use.passes else (),
-            hops=tuple(use.hops[k] for k, _ in sources),
             layers=None,
         )
 
@@ -139,13 +252,24 @@ def _split(problem: Problem, name: str, splits: Mapping[int, Blocks]) -> Problem
     )
 
 
-def _unbroken(use: Use, component: ComponentNumbers, moved: Mapping[tuple[int, int], int]) -> list[tuple[int, int, float]]:
-    """`Use.order`, or group by group, without entries of no compute between the blocks of an interval."""
-    groups = enumerate(component.groups)
-    order = use.order or [(k, i, use.seconds[k]) for k, of in groups for i in range(len(of.blocks))]
-    away = [(n, moved[k, i]) for n, (k, i, _) in enumerate(order) if (k, i) in moved]
-    inside = {n for (a, one), (b, other) in pairwise(away) if one == other for n in range(a + 1, b)}
-    return [entry for n, entry in enumerate(order) if n not in inside or entry[2]]
+def _seconds(
+    use: Use,
+    component: ComponentNumbers,
+    moved: Mapping[tuple[int, int], int],
+    sources: Sequence[tuple[int, int]],
+    slowdowns: Mapping[int, float],
+) -> Iterator[float]:
+    """`Use.seconds` of the groups ``sources``. The remainder's compute that counts for a group stays with its blocks on the device,
+    or where none is left, with the first group."""
+    own, away = block_seconds(use, component), Counter(k for k, _ in moved)
+    more = [len(of.blocks) * (use.seconds[k] - own[k]) if away[k] else 0.0 for k, of in enumerate(component.groups)]
+    left = sum(of for k, of in enumerate(more) if (k, 0) not in sources)
+    for k, helper in sources:
+        count = len(component.groups[k].blocks) - away[k]
+        if helper or not away[k]:
+            yield own[k] * slowdowns[helper] if helper else use.seconds[k] + left * (k == 0) / len(component.groups[k].blocks)
+        else:
+            yield own[k] + more[k] / count
 
 
 def _moved(component: ComponentNumbers, splits: Mapping[int, Blocks]) -> dict[tuple[int, int], int]:

@@ -251,6 +251,7 @@ class Prober:
                 fused = FusedAttention(recorder) if on_meta else nullcontext()
                 with torch.no_grad(), following(dtype_on(sim.device.type)), repeats, fused, recorder, _beside(recorder):
                     out = proceed(*arguments[0], **arguments[1])
+                recorder.returns(out)
                 put = {n: content_of(holder) for n, holder in enumerate(holders) if list(map(id, tensors_in(holder))) != held[n]}
                 result = returned(out, given, put, recorder.weights, device)
                 del out, put, holders, arguments

@@ -17,11 +17,11 @@ import functools
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate, compress
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -93,6 +93,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._blocks = frozenset(blocks)
         self._hooks = [hook for path in blocks for hook in self._watch(module.get_submodule(path), path)]
         self._hooks += [hook for path in layer_paths(module) for hook in self._watch_layer(module.get_submodule(path), path)]
+        self._passed: dict[int, tuple[Any, int]] = {}  # by id, tensors that have a number in `Hop`: weak reference, number
+        self._passed_in: dict[int, set[int]] = defaultdict(set)  # cdata -> numbers of the tensors in that storage
+        self._last_number = 0
         self._all_true = Storages()  # results of ``mask.all()`` or ``mask.sum() == mask.numel()``
         self._mask_sums = Storages()  # results of ``mask.sum()``
 
@@ -167,13 +170,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         spans = [span._replace(begin=numbers[span.begin], end=numbers[span.end]) for span in section.spans]
         return replace(section, events=[*compress(section.events, own)], products=products, spans=spans, kept=kept)
 
-    def replay(self, section: Call, outs: Sequence[torch.Tensor]) -> None:
-        """Records a `repeatable` section once more. ``outs``: new tensors, not yet recorded, in the place of its results."""
+    def replay(self, section: Call, outs: Sequence[torch.Tensor], numbers: Mapping[int, int], since: int) -> None:
+        """Records a `repeatable` section once more. ``outs``: new tensors, not yet recorded, in the place of its results.
+        ``numbers``: of the tensors that it gets and gives, by those in ``section``; ``since``: the last one before it."""
         allocated = [event.key for event in section.events if event.nbytes and not event.scratch]
         shift = self._last_key + 1 - allocated[0] if allocated else 0  # keys are numbered in the order of allocation
         self._last_key += len(allocated)
         events = [event if event.scratch else event._replace(key=event.key + shift) for event in section.events]
-        self.record.extend(replace(section, events=events))
+        new = {number for hop in section.hops for number, _ in hop.tensors if abs(number) > since}
+        inside = sorted(new - numbers.keys(), key=abs)
+        later = {number: self._new_number() * (1 if number > 0 else -1) for number in inside} | dict(numbers)
+        hops = [hop.numbered(lambda number: later.get(number, number)) for hop in section.hops]
+        self.record.extend(replace(section, events=events, hops=hops))
         for key, out in zip(section.kept, outs, strict=True):
             self._track(out.untyped_storage(), key + shift)
         for name in section.touched:
@@ -188,11 +196,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _watch(self, block: nn.Module, path: str) -> tuple[Any, Any]:
         """Hooks that record when the block at ``path`` runs."""
 
-        input_bytes = 0
-
         def begin(_: Any, args: Any, kwargs: Any) -> None:
-            nonlocal input_bytes
-            input_bytes = self._bytes_of((args, kwargs))
+            self._note_hop("gets", path, (args, kwargs))
             self._stack.append(path)
             self.record.entered.append(path)
             # An entry even for a block without kernels, since the order of blocks matters.
@@ -200,14 +205,59 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def end(_: Any, __: Any, results: Any) -> None:
             self._stack.pop()
-            self.record.hops.append(Hop(path, input_bytes, self._bytes_of(results)))
+            self._note_hop("gives", path, results)
 
         return block.register_forward_pre_hook(begin, with_kwargs=True), block.register_forward_hook(end)
 
-    def _bytes_of(self, value: Any) -> int:
-        """Bytes of the distinct tensors on the device in ``value``, as copies of them are allocated."""
-        found = {id(tensor): tensor for tensor in tensors_in(value) if tensor.device.type == self._device_type}
-        return sum(round_up(tensor.nbytes, ROUND_BYTES) for tensor in found.values())
+    def returns(self, value: Any) -> None:
+        """To be called with what the call returns, while that is alive."""
+        self._note_hop("gives", "", value)
+
+    def _note_hop(self, kind: Literal["gets", "gives"], path: str, value: Any) -> None:
+        found = {id(tensor): tensor for tensor in tensors_in(value) if self.number_of(tensor)}
+        if kind == "gives" and not path:  # also as views
+            numbers = {n: tensor.nbytes for tensor in found.values() for n in self._numbers_in(tensor)}
+            self.record.hops.append(Hop(kind, path, tuple(sorted(numbers.items()))))
+        else:
+            self.record.hops.append(Hop(kind, path, tuple((self.number_of(of), of.nbytes) for of in found.values())))
+
+    def number_of(self, tensor: torch.Tensor) -> int:
+        """The number of ``tensor`` in `Hop`, a new one if it has none yet; 0 for one that is empty or on the host."""
+        if tensor.device.type != self._device_type or not tensor.nbytes:
+            return 0
+        known = self._passed.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            return known[1]
+        cdata = tensor.untyped_storage()._cdata
+        number = self._new_number() * (-1 if cdata in self._existing else 1)
+        self._passed[id(tensor)] = weakref.ref(tensor), number
+        self._passed_in[cdata].add(number)
+        return number
+
+    @property
+    def last_number(self) -> int:
+        """The largest number of a tensor so far, without its sign."""
+        return self._last_number
+
+    def _new_number(self) -> int:
+        self._last_number += 1
+        return self._last_number
+
+    def _numbers_in(self, tensor: torch.Tensor) -> Collection[int]:
+        return self._passed_in.get(tensor.untyped_storage()._cdata, ())
+
+    def _note_access(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Records which of the numbered tensors ``func`` reads, and writes."""
+        read = {number for tensor in _tensors(args) for number in self._numbers_in(tensor)}
+        last = self.record.hops[-1] if self.record.hops else None
+        if last is None or last.kind != "reads" or not read <= {number for number, _ in last.tensors}:
+            self.record.hops.append(Hop("reads", "", tuple((number, 0) for number in sorted(read))))
+        if func._schema.is_mutable:
+            given = {of.name: value for of, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+            written_to = {of.name for of in func._schema.arguments if of.alias_info and of.alias_info.is_write}
+            changed = [given[name] for name in written_to & given.keys()]
+            if written := {number for tensor in _tensors(changed) for number in self._numbers_in(tensor)}:
+                self.record.hops.append(Hop("writes", "", tuple((number, 0) for number in sorted(written))))
 
     def _watch_layer(self, layer: nn.Module, path: str) -> tuple[Any, Any]:
         """Hooks that record when the layer at ``path`` runs, and its `Span`."""
@@ -247,6 +297,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = on_meta(func, args, kwargs)
             if func is not aten.eq.Scalar or args[0] not in self._mask_sums:  # that comparison means "all true": see ``_all_true``
                 self.constants.propagate(func, args, kwargs, out)
+        self._note_access(func, args, kwargs)
         for tensor in _tensors(args):
             if (name := self._names.get(tensor.untyped_storage()._cdata)) is not None:
                 self.record.touched.add(name)
@@ -343,6 +394,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live[cdata] = key, weakref.ref(storage, functools.partial(self._release, cdata))
 
     def _release(self, cdata: int, _: object = None) -> None:
+        self._passed_in.pop(cdata, None)
         if (found := self._live.pop(cdata, None)) is not None:
             self.record.events.append(Event(found[0], 0))
 

@@ -5,7 +5,7 @@ Independent of hardware: what a card adds (kernel scratch, reserved memory, seco
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -68,11 +68,20 @@ class Span(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """A call of the block ``path``: bytes of the device tensors among its arguments, and among its results."""
+    """Tensors on the device that the block ``path`` gets or gives back, or that operators read or write, apart from weights.
 
+    ``tensors``: number and bytes of each. The same tensor object has the same number, negative if it was there before the call; an
+    operator that reads its storage, also through a view, reads it. ``path`` is "" for operators, of blocks and of other code;
+    those that read none of the numbered tensors are noted too.
+    """
+
+    kind: Literal["gets", "gives", "reads", "writes"]
     path: str
-    input_bytes: int
-    output_bytes: int
+    tensors: tuple[tuple[int, int], ...]
+
+    def numbered(self, numbers: Callable[[int], int]) -> Hop:
+        """The same with other numbers of tensors."""
+        return self._replace(tensors=tuple((numbers(number), nbytes) for number, nbytes in self.tensors))
 
 
 @dataclass(slots=True)
@@ -87,7 +96,7 @@ class Call:
     ``loose``: modules inside a block that were called, or of which a tensor was read, while the block did not run.
     ``input_bytes``: bytes of the device tensors among the arguments; ``output_bytes``: among the results. ``kept``: keys of tensors
     that the component keeps after the call and reuses (position tables) or replaces (frames for the next piece) in later calls; of
-    a section, keys of its results. ``hops``: calls of blocks, in order of their ends.
+    a section, keys of its results. ``hops``: in order, what passes between blocks and other code; at the end, what is returned.
     """
 
     component: str = ""

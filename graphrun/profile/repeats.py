@@ -43,12 +43,15 @@ class Argument:
 @dataclass(frozen=True, slots=True)
 class Repeatable:
     """A call that can be replayed: the ``section`` that it recorded for the module at ``path``, and its result, flattened by
-    pytree as ``spec`` says, with empty tensors."""
+    pytree as ``spec`` says, with empty tensors. ``numbers``: those of the tensors in its arguments and results (`Hop`), ``since``:
+    the last one before it."""
 
     path: str
     section: Call
     results: Sequence[Any]
     spec: Any
+    numbers: Sequence[int]
+    since: int
 
 
 class Repeats:
@@ -93,7 +96,8 @@ class Repeats:
             key = structure, str(spec), tuple(_key_of(leaf) for leaf in leaves)
             if (first := self._first.get(key)) is not None:
                 return self._replay(path, leaves, first)
-            references = [_reference(leaf) for leaf in leaves]
+            references, numbers = [_reference(leaf) for leaf in leaves], self._numbers_of(leaves)
+            since = self.recorder.last_number
             del leaves  # tensors that the call removes from a container must be released
             before = _held(module)
             with self.recorder.section() as section:
@@ -109,16 +113,22 @@ class Repeats:
             repeatable = self.recorder.repeatable(section, new_tensors)
             if repeatable is not None and same and _held(module) == before:
                 with _disable_current_modes():
-                    self._first[key] = Repeatable(path, repeatable, [_empty_like(leaf) for leaf in results], out_spec)
+                    empty, numbers = [_empty_like(leaf) for leaf in results], [*numbers, *self._numbers_of(new_tensors)]
+                    self._first[key] = Repeatable(path, repeatable, empty, out_spec, numbers, since)
             return out
 
         return call
+
+    def _numbers_of(self, leaves: Sequence[Any]) -> list[int]:
+        return [self.recorder.number_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def _replay(self, path: str, leaves: Sequence[Any], first: Repeatable) -> Any:
         with _disable_current_modes():
             outs = [leaves[leaf.index] if isinstance(leaf, Argument) else _empty_like(leaf) for leaf in first.results]
         new = [out for out, leaf in zip(outs, first.results, strict=True) if isinstance(leaf, torch.Tensor)]
-        self.recorder.replay(first.section if path == first.path else first.section.renamed(first.path, path), new)
+        numbers = dict(zip(first.numbers, [*self._numbers_of(leaves), *self._numbers_of(new)], strict=True))
+        section = first.section if path == first.path else first.section.renamed(first.path, path)
+        self.recorder.replay(section, new, numbers, first.since)
         return tree_unflatten(outs, first.spec)
 
 

@@ -10,12 +10,12 @@ Seconds of the remainder count for the blocks with whose copies they can overlap
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from graphrun.model.choices import overlap_seconds
-from graphrun.model.problem import ComponentNumbers, Hardware, PhaseNumbers, Use
+from graphrun.model.problem import ComponentNumbers, Hardware, LiveTensor, PhaseNumbers, Use
 from graphrun.profile.costs import work_seconds
 from graphrun.profile.recording import Call
 
@@ -34,29 +34,58 @@ def use_of(
     if not crossing:
         return replace(use, layers=layers)
     both = max(call.input_bytes for call in calls), max(call.output_bytes for call in calls)
-    hops = _hops(component, calls, use)
-    return replace(use, crossing=both, hops=hops, layers=layers and replace(layers, crossing=both))
+    live_tensors = _live_tensors(component, calls) if all(n == use.calls for n in use.group_calls[1:]) else ()
+    return replace(use, crossing=both, live_tensors=live_tensors, layers=layers and replace(layers, crossing=both))
 
 
-def _hops(component: ComponentNumbers, calls: Sequence[Call], use: Use) -> tuple[tuple[int, int], ...]:
-    """`Use.hops`: empty unless every call runs all blocks of all groups once, one directly after another, and returns no more than
-    the last of them: otherwise it may return what other blocks do (``output_hidden_states`` of transformers)."""
-    positions, most = _positions(component), [(0, 0)] * len(component.groups)
-    every, distinct = [position for position in positions.values() if position[0]], {id(call): call for call in calls}.values()
-    for call in distinct:
-        ran = [_block_at(positions, path) for path, kernels in call.work if kernels]
-        blocks = [n for n, (k, _) in enumerate(ran) if k]
-        if list(dict.fromkeys(ran[blocks[0] : blocks[-1] + 1] if blocks else ())) != every or call.loose:
-            return ()
-    if any(n != use.calls for n in use.group_calls[1:]):
+def _live_tensors(component: ComponentNumbers, calls: Sequence[Call]) -> tuple[LiveTensor, ...]:
+    """`Use.live_tensors`, with the most bytes of any call; () if calls differ in more than that, or one of them cannot be split."""
+    number = {path: n for n, path in enumerate((path for path in _positions(component) if path), 1)}
+    found = [live_tensors_of(call, number) for call in {id(call): call for call in calls}.values()]
+    if len({tuple(row[1:] for row in rows) for rows in found}) > 1:
         return ()
-    for call in distinct:
-        if call.output_bytes > next((hop.output_bytes for hop in reversed(call.hops) if hop.path in positions), 0):
+    return tuple(LiveTensor(max(row.nbytes for row in rows), *rows[0][1:]) for rows in zip(*found, strict=True))
+
+
+def live_tensors_of(call: Call, number: Mapping[str, int]) -> tuple[LiveTensor, ...]:
+    """Those of ``call``, with these numbers of blocks. () unless it runs every block once, in their order, writes to nothing that
+    passes, and returns of what blocks make only what the last of them does: an encoder may return hidden states of all layers.
+
+    Other code may read what a block makes, unless only the next block gets it and no operator runs before that: on a helper, even
+    ``x.to(hidden.device)`` is another tensor."""
+    if call.loose:
+        return ()
+    sizes, made, used = dict[int, int](), dict[int, int](), defaultdict[int, set[int]](set)
+    running, last, gaps = 0, 0, set[int]()  # the block that runs; the last one that began; blocks before which operators run
+    for hop in call.hops:
+        block = number.get(hop.path, 0)
+        known = {of for of, _ in hop.tensors} & sizes.keys()
+        if hop.kind == "writes" and known:
             return ()
-    for hop in {hop for call in distinct for hop in call.hops if hop.path in positions}:
-        k = positions[hop.path][0]
-        most[k] = max(most[k][0], hop.input_bytes), max(most[k][1], hop.output_bytes)
-    return tuple(most)
+        if block:
+            if (block, running) != ((last + 1, 0) if hop.kind == "gets" else (last, last)):
+                return ()
+            running, last = (block if hop.kind == "gets" else 0), block
+            for of, nbytes in hop.tensors:
+                if hop.kind == "gets":
+                    used[of].add(block)
+                elif of not in sizes:
+                    made[of] = block
+                sizes.setdefault(of, nbytes)
+            continue
+        if not running and (hop.kind, hop.path) != ("gives", ""):
+            gaps.add(last + 1)
+        elif not running and any(made.get(of, last) < last for of in known):
+            return ()
+        for of in known:
+            if of in made and running not in used[of]:
+                used[of].add(0)
+    if last < max(1, len(number)):
+        return ()
+    for of, maker in made.items():
+        if used[of] != {maker + 1} or maker + 1 in gaps:
+            used[of].add(0)
+    return tuple(LiveTensor(nbytes, made.get(of, 0), tuple(sorted(used[of])), of < 0) for of, nbytes in sizes.items())
 
 
 def splittable_components(phases: Iterable[PhaseNumbers]) -> set[str]:

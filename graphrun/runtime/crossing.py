@@ -1,18 +1,18 @@
 """Copies tensors between devices around calls, and blocks, that compute on a helper.
 
-    split component    | block | block | block | block | block |
-    device             |#######|       |       |       |#######|
-    helper                     > |#####|#######|#####| >            constants cross once, at the first block that gets them
+    split component    | block | block | block | code  | block | block |
+    device             |#######|       |       |#######|       |#######|
+    helper                     > |#####|#####| >       > |###| >        constants cross once, at the first block that gets them
 
-What a block on the helper gets is copied there unless it was copied in this call before; what the last of them returns is copied
-back. PyTorch orders the streams of both devices around each copy.
+What a block on the helper gets is copied there unless it was copied in this call before. Of what it returns, what only further
+blocks there get stays (`Crossing.stay`), and all else is copied back. PyTorch orders the streams of both devices around each copy.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,10 @@ from graphrun.runtime.devices.device import Device
 from graphrun.runtime.residency import Residency
 
 Copies = dict[int, tuple["weakref.ref[torch.Tensor]", torch.Tensor]]
-"""By id, tensors that were copied, and their copies."""
+"""By id, tensors on the device, and the same on the helper."""
+
+Stays = Mapping[str, frozenset[int]]
+"""By path of a block on a helper, numbers of the tensors that stay there, of those that it makes."""
 
 
 def moved(value: Any, source: torch.device, target: torch.device, copies: Copies | None = None) -> Any:
@@ -42,34 +45,54 @@ def moved(value: Any, source: torch.device, target: torch.device, copies: Copies
 
 
 def call_split(
-    device: Device, residency: Residency, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    device: Device,
+    residency: Residency,
+    stays: Stays,
+    proceed: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> Any:
     """What ``proceed`` returns, a call of the component of ``residency``; some of its blocks may be on helpers of ``device``."""
     with contextlib.ExitStack() as stack:
         for helper, paths in residency.splits:
-            _cross_at(stack, device, helper, [residency.module.get_submodule(path) for path in paths])
+            _cross_at(stack, device, helper, {path: residency.module.get_submodule(path) for path in paths}, stays)
         result = proceed(*args, **kwargs)
         for helper, _ in residency.splits:  # of a call that leaves out the last block there
             result = moved(result, helper.torch_device, device.torch_device)
         return result
 
 
-def _cross_at(stack: contextlib.ExitStack, device: Device, helper: Device, blocks: Sequence[nn.Module]) -> None:
-    """Hooks, until ``stack`` is closed, with which ``blocks``, one after another, compute on ``helper``."""
+def _cross_at(stack: contextlib.ExitStack, device: Device, helper: Device, blocks: Mapping[str, nn.Module], stays: Stays) -> None:
+    """Hooks, until ``stack`` is closed, with which ``blocks`` compute on ``helper``."""
     here, there, copies = device.torch_device, helper.torch_device, Copies()
     current = stack.enter_context(contextlib.ExitStack())
 
-    def before(block: Any, args: Any, kwargs: Any) -> Any:
-        if block is blocks[0]:
-            current.enter_context(helper.current())
+    def before(_: Any, args: Any, kwargs: Any) -> Any:
+        for known in [known for known, (original, _) in copies.items() if original() is None]:
+            del copies[known]
+        current.enter_context(helper.current())
         return moved((args, kwargs), here, there, copies)
 
-    def after(_: Any, __: Any, result: Any) -> Any:
+    def after(path: str, result: Any) -> Any:
         current.close()
-        copies.clear()
-        return moved(result, there, here)
+        originals = {id(copy): original for original, copy in copies.values()}
+        staying, made = stays.get(path, frozenset()), dict[int, torch.Tensor]()
 
-    for block in blocks:
+        def back(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device != there or not tensor.nbytes:
+                return tensor.to(here) if tensor.device == there else tensor
+            if (original := originals.get(id(tensor))) is not None and (given := original()) is not None:
+                return given  # the block returns what it got
+            if id(tensor) not in made:
+                number = len(made)
+                made[id(tensor)] = tensor if number in staying else tensor.to(here)
+                if number not in staying:
+                    copies[id(made[id(tensor)])] = weakref.ref(made[id(tensor)]), tensor
+            return made[id(tensor)]
+
+        return walk(result, back)
+
+    for path, block in blocks.items():
         stack.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
-    stack.callback(blocks[-1].register_forward_hook(after).remove)
+        stack.callback(block.register_forward_hook(lambda _, __, result, path=path: after(path, result)).remove)
     stack.callback(copies.clear)

@@ -20,6 +20,7 @@ from graphrun.errors import BrokenPlan, OutOfMemory
 from graphrun.model.plan import Plan, slot_text
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
+from graphrun.model.splits import crossings
 from graphrun.modules.interceptor import CallInterceptor
 from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.trees import computing_on, walk
@@ -231,7 +232,9 @@ class Run:
         elif (helper := self._variants[component].helper) > 0:
             result = self._run_on_helper(self._device.every[helper], proceed, args, kwargs)
         else:
-            result = call_split(self._device, self._host.residencies[component], proceed, args, kwargs)
+            residency = self._host.residencies[component]
+            stays = self._stays(component) if residency.splits else {}
+            result = call_split(self._device, residency, stays, proceed, args, kwargs)
         end = self._device.mark("compute")
         self._recorder.note("run", component, entry, 0, (start, end))
         if self._variants[component].precision in QUANTIZED and component not in self._measured:
@@ -239,6 +242,13 @@ class Run:
             size = self._host.residencies[component].measured_bytes()
             self._recorder.note("size", component, "after its first call", size, (end, end))
         return result
+
+    def _stays(self, component: str) -> dict[str, frozenset[int]]:
+        """`Stays` of ``component`` in the phase of the open slot."""
+        assert self._open is not None
+        numbers, phase = self._problem.component(component), self._open.slot.phase
+        uses = (use for of in self._problem.phases if of.name == phase for use in of.uses if use.component == component)
+        return {numbers.groups[k].blocks[i]: of.stay for use in uses for (k, i), of in crossings(use, numbers).items()}
 
     def _slots_to_open(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
         """Indices of the slots that this call opens. If the current plan does not have the call, a new plan replaces it first."""

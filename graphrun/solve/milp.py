@@ -17,7 +17,8 @@ Rows for the device are described in `graphrun.solve.program`. Rows for host mem
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, combinations, pairwise
 from typing import Literal
@@ -27,7 +28,8 @@ from numpy.typing import NDArray
 
 from graphrun.model.choices import BUFFERED_BLOCKS, activation_bytes
 from graphrun.model.plan import Split
-from graphrun.model.splits import in_a_row, with_splits
+from graphrun.model.problem import LiveTensor
+from graphrun.model.splits import Segment, block_arguments, in_a_row, segments_of, with_splits
 from graphrun.solve.linear import GAP, Linear, MilpModel, Row, total
 from graphrun.solve.program import Choice, Group, Program
 
@@ -157,32 +159,46 @@ class Formulation:
     # ---- Splits
 
     def _add_splits(self) -> None:
-        """Columns of the blocks on helpers, h by group: those on one helper are in a row."""
-        program, model = self.program, self.model
-        self._moved: dict[int, Linear] = {}  # h of each group with a mirror
-        self._touched: dict[int, Linear] = {}  # 1 where h > 0
-        self._split: dict[tuple[int, int], Linear] = {}  # 1 where the variant choice is split over the helper
+        """Columns of the blocks on helpers, h by segment: those on one helper are in a row."""
+        program, model, problem = self.program, self.model, self.program.problem
+        self._moved: dict[int, Linear] = {}  # for each group with a mirror, its blocks on the helper
         self._away: dict[int, list[int]] = {}  # for each group, those that may have blocks of it
-        pairs: dict[tuple[int, int], list[int]] = {}
+        self._segments: dict[int, list[Segment]] = {}  # of each variant choice that may be split
+        self._h: dict[tuple[int, int], list[tuple[Linear, Linear]]] = {}  # by variant choice and helper: h, and 1 where h > 0
         for j, group in enumerate(program.groups):
-            if group.mirror >= 0:
-                pairs.setdefault((group.variant_choice, group.helper), []).append(j)
-                self._away.setdefault(group.mirror, []).append(j)
-        for pair, own in pairs.items():
-            split = self._split[pair] = model.binary()
-            model.add(split <= self.chosen[pair[0]])
-            for j in own:
-                count = float(program.groups[j].count)
-                moved, touched = self._moved[j], self._touched[j] = model.column(0.0, count, True), model.binary()
-                model.add(moved <= touched * count, moved >= touched, touched <= split)
-            model.add(split <= total(self._touched[j] for j in own))
-            for first, last in ((a, b) for n, a in enumerate(own) for b in own[n + 2 :]):
-                for j in own[own.index(first) + 1 : own.index(last)]:  # all blocks of a group between two others
-                    between = self._touched[first] + self._touched[last] - 1.0
-                    model.add(self._moved[j] >= between * float(program.groups[j].count))
-        for (one, ones), (other, others) in combinations(pairs.items(), 2):  # one interval at most goes on from a group to the next
+            if group.mirror < 0:
+                continue
+            self._away.setdefault(group.mirror, []).append(j)
+            pair = number, _ = group.variant_choice, group.helper
+            if number not in self._segments:
+                self._segments[number] = segments_of(problem, problem.components[group.component])
+            if pair not in self._h:
+                counts = [float(of.stop - of.start) for of in self._segments[number]]
+                own = self._h[pair] = [(model.column(0.0, count, True), model.binary()) for count in counts]
+                for (moved, touched), count in zip(own, counts, strict=True):
+                    model.add(moved <= touched * count, moved >= touched, touched <= self.chosen[number])
+                self._add_interval(own, counts)
+            pairs = zip(self._segments[number], self._h[pair], strict=True)
+            self._moved[j] = total(moved for of, (moved, _) in pairs if of.group == group.index)
+        for number, segments in self._segments.items():
+            several = [own for (of, _), own in self._h.items() if of == number]
+            for of, each in zip(segments, zip(*several, strict=True), strict=True) if len(several) > 1 else ():
+                model.add(total(moved for moved, _ in each) <= float(of.stop - of.start))
+        for (one, ones), (other, others) in combinations(self._h.items(), 2):  # one interval at most goes on in the next segment
             for both in zip(pairwise(ones), pairwise(others), strict=True) if one[0] == other[0] else ():
-                model.add(total(self._touched[j] for pair_of in both for j in pair_of) <= 3.0)
+                model.add(total(touched for own in both for _, touched in own) <= 3.0)
+
+    def _add_interval(self, own: Sequence[tuple[Linear, Linear]], counts: Sequence[float]) -> None:
+        """Rows that make the blocks on a helper, by segment of ``counts`` blocks, ones in a row: one segment at most begins what
+        others go on with, and those between two others are there entirely."""
+        model, begins = self.model, list[Linear]()
+        for (_, before), (_, touched) in pairwise(own) if len(own) > 2 else ():
+            begins.append(model.column())
+            model.add(begins[-1] >= touched - before)
+        if begins:
+            model.add(total([own[0][1], *begins]) <= 1.0)
+        for n in range(1, len(own) - 1):
+            model.add(own[n][0] >= (own[n - 1][1] + own[n + 1][1] - 1.0) * counts[n])
 
     def _all_of(self, j: int) -> Linear:
         """The number of blocks of group ``j``, if the variant is chosen, which is not so for one on the CPU."""
@@ -197,32 +213,53 @@ class Formulation:
         found, problem = list[Split](), self.program.problem
         for number in numbers:
             component = problem.components[self.program.variant_choices[number].component]
-            own = [(j, of) for j, of in enumerate(self.program.groups) if of.mirror >= 0 and of.variant_choice == number]
-            counts = {
-                helper: {of.index: round(self._moved[j].at(values)) for j, of in own if of.helper == helper}
-                for (n, helper), split in self._split.items()
-                if n == number and split.at(values) > 0.5
-            }
-            found += [(component.name, helper, blocks) for helper, blocks in in_a_row(component, counts).items()]
+            pairs = [(helper, own) for (n, helper), own in self._h.items() if n == number]
+            counts = {helper: {k: round(moved.at(values)) for k, (moved, _) in enumerate(own)} for helper, own in pairs}
+            blocks = in_a_row(component, self._segments[number], counts) if pairs else {}
+            found += [(component.name, helper, of) for helper, of in blocks.items()]
         return tuple(found)
 
     def _crossing(self, t: int) -> list[Linear]:
         """Seconds of blocks on helpers in interval ``t``, and of what crosses to them and back."""
-        program, model, unit, found = self.program, self.model, self.seconds_unit, list[Linear]()
-        phase, part = program.problem.phases[program.intervals[t].phase], program.intervals[t].part
-        for (number, helper), _ in self._split.items():
+        program, unit, found = self.program, self.seconds_unit, list[Linear]()
+        interval = program.intervals[t]
+        phase = program.problem.phases[interval.phase]
+        for (number, helper), own in self._h.items():
             name = program.problem.components[program.variant_choices[number].component].name
             use = next((use for use in phase.uses if use.component == name), None)
-            if use is None or not (calls := use.calls_in(part)):
+            if use is None or not (calls := use.calls_in(interval.part)):
                 continue
-            to, back = model.column(), model.column()
             for j, group in enumerate(program.groups):
                 if group.mirror >= 0 and (group.variant_choice, group.helper) == (number, helper):
-                    seconds = program.problem.crossing_seconds(helper, use.hops[group.index])
-                    model.add(to >= self._touched[j] * (seconds[0] / unit), back >= self._touched[j] * (seconds[1] / unit))
-                    found.append(self._moved[j] * (program.calls[t, j] * program.intervals[t].seconds[j] / unit))
-            found += [to * float(calls), back * float(calls)]
+                    found.append(self._moved[j] * (program.calls[t, j] * interval.seconds[j] / unit))
+            here = [touched for _, touched in own]
+            found += [of * (calls * seconds / unit) for of, seconds in self._tensors(number, helper, use.live_tensors, here)]
         return found
+
+    def _tensors(
+        self, number: int, helper: int, tensors: Sequence[LiveTensor], here: Sequence[Linear]
+    ) -> Iterator[tuple[Linear, float]]:
+        """For tensors that are made and got by the same segments: a column that is 1 where they cross to ``helper`` or back, and
+        seconds. ``here``: 1 for each segment with blocks there. Between two blocks of one segment nothing crosses."""
+        problem = self.program.problem
+        segment = [-1, *(n for n, of in enumerate(self._segments[number]) for _ in range(of.start, of.stop))]  # -1: other code
+        seconds = defaultdict[tuple[Literal["to", "back"], int, frozenset[int]], float](float)
+        for row in tensors:
+            maker, users = segment[row.maker], frozenset(segment[n] for n in row.users)
+            to, back = problem.crossing_seconds(helper, (row.nbytes, row.nbytes))
+            if others := users - {maker, -1}:
+                seconds["to", maker, others] += to
+            if maker >= 0 and users != {maker}:
+                seconds["back", maker, frozenset({-1}) if -1 in users else users - {maker}] += back
+        for (way, maker, users), each in seconds.items():
+            made = here[maker] if maker >= 0 else ZERO
+            needs = [made if n < 0 else made - here[n] if way == "back" else here[n] - made for n in sorted(users)]
+            crosses = needs[0]
+            if len(needs) > 1 or (maker >= 0 and -1 not in users):
+                crosses = self.model.column()
+                self.model.add(*(crosses >= of for of in needs))
+            if each:
+                yield crosses, each
 
     # ---- Blocks
 
@@ -346,7 +383,7 @@ class Formulation:
         compute = self.chosen[groups[of[0]].variant_choice] * (sum(self.program.compute_seconds[t, of]) / self.seconds_unit)
         pairs = [(j, away) for j in of for away in self._away.get(j, ())]
         unit, interval = self.seconds_unit, self.program.intervals[t]
-        fewer = [self._moved[away] * (-interval.calls[j] * interval.seconds[j] / unit) for j, away in pairs]
+        fewer = [self._moved[away] * (-interval.calls[j] * interval.own_seconds[j] / unit) for j, away in pairs]
         compute = total([compute, *fewer]) if fewer else compute
         longest = self.model.column(0.0 if compute.terms else compute.constant)
         if compute.terms:
@@ -400,15 +437,17 @@ class Formulation:
         return found
 
     def _working(self, t: int, helper: int) -> list[Linear]:
-        """Bytes beyond weights on ``helper`` in interval ``t`` for each group that may have blocks there."""
+        """Bytes beyond weights on ``helper`` in interval ``t`` for each segment that may have blocks there."""
         program, interval = self.program, self.program.intervals[t]
         uses, found = {use.component: use for use in program.problem.phases[interval.phase].uses}, list[Linear]()
-        for j, group in enumerate(program.groups):
-            of = program.variant_choices[group.variant_choice]
-            if group.mirror >= 0 and group.helper == helper and group.component in interval.entered:
-                use = uses[program.problem.components[group.component].name]
-                nbytes = interval.activation_bytes + of.variant.scratch_bytes + use.hops[group.index][0]
-                found.append(self._touched[j] * float(nbytes))
+        for (number, of_helper), own in self._h.items():
+            of = program.variant_choices[number]
+            if of_helper == helper and of.component in interval.entered:
+                arguments, n = block_arguments(uses[program.problem.components[of.component].name].live_tensors), 1
+                for segment, (_, touched) in zip(self._segments[number], own, strict=True):
+                    nbytes = interval.activation_bytes + of.variant.scratch_bytes + arguments[n]
+                    found.append(touched * float(nbytes))
+                    n += segment.stop - segment.start
         return found
 
     def _activation(self, t: int) -> tuple[Linear, Linear]:

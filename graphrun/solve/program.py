@@ -70,7 +70,7 @@ from graphrun.model.choices import helper_bytes as bytes_on_helper
 from graphrun.model.least_memory import streamable_groups, used_components
 from graphrun.model.plan import Part
 from graphrun.model.problem import ALLOCATION_BYTES, Placement, Problem, Use, Variant
-from graphrun.model.splits import crossings, helpers_for, slowdown_of, twin
+from graphrun.model.splits import block_seconds, crossing_seconds, helpers_for, slowdown_of, twin
 from graphrun.units import round_up
 
 
@@ -159,7 +159,8 @@ class Interval:
 
     ``rounds``: calls in the slot of the component that is called most. ``weight``: number of runs that execute the slot. For
     each group j: ``calls[j]`` (n), calls that run its blocks; ``seconds[j]``, compute of one block in one call; ``passes[j]``
-    (p), how often a block runs in one call. ``cpu_seconds``: for each variant choice, compute on the CPU, or on a helper with what
+    (p), how often a block runs in one call; ``own_seconds[j]``, of ``seconds[j]`` those that go with the block to a helper.
+    ``cpu_seconds``: for each variant choice, compute on the CPU, or on a helper with what
     crosses to it and back. ``used``: components (indices) that compute on the device or a helper in the slot. ``entered``: all
     components of the phase; none in a load slot. ``helper_bytes``: for each variant choice, bytes beyond weights that it takes on
     each helper.
@@ -180,6 +181,7 @@ class Interval:
     entered: frozenset[int]
     cpu_seconds: tuple[float, ...]
     helper_bytes: tuple[tuple[int, ...], ...] = ()
+    own_seconds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -581,9 +583,8 @@ def _intervals(
             away = [of for of in triples if variant.device != "device" or of[0].helper]
             cpu_seconds[n] = sum((len(group.blocks) * times * seconds for group, times, seconds in away), 0.0)
             chosen = replace(component, variants=(variant,))
-            for helper, crossing in crossings(use, chosen).items() if rounds else ():
-                cpu_seconds[n] += use.calls_in(part) * sum(problem.crossing_seconds(helper, crossing))
             if rounds:
+                cpu_seconds[n] += use.calls_in(part) * sum(crossing_seconds(problem, use, chosen).values())
                 numbers = range(1, len(problem.helpers) + 1)
                 helper_bytes[n] = tuple(bytes_on_helper(activation, [(use, chosen)], number) for number in numbers)
         yield Interval(
@@ -604,6 +605,10 @@ def _intervals(
             entered=frozenset(c for c, of in enumerate(problem.components) if of.name in own and part != "load"),
             cpu_seconds=tuple(cpu_seconds),
             helper_bytes=tuple(helper_bytes),
+            own_seconds=tuple(
+                block_seconds(use, components[group.variant_choice])[group.index] if use and group.mirror < 0 else 0.0
+                for group, (use, _) in zip(groups, pairs, strict=True)
+            ),
         )
 
 
@@ -615,7 +620,8 @@ def _seconds(problem: Problem, group: Group, variant_choices: Sequence[VariantCh
     component, here = problem.components[group.component], variant_choices[group.variant_choice].variant
     there, k = twin(component, here, group.helper), group.index
     extra = there.block_seconds[k] if there is not None and there.block_seconds else 0.0
-    return max(0.0, here.slowdown * own[component.name].seconds[k] * slowdown_of(component, group.helper) + extra)
+    seconds = block_seconds(own[component.name], component)[k]
+    return max(0.0, here.slowdown * seconds * slowdown_of(component, group.helper) + extra)
 
 
 def spill_gaps_of(problem: Problem, loads: Mapping[int, int], run_length: int, count: int) -> tuple[SpillGap, ...]:

@@ -154,8 +154,11 @@ def _use(phase: str, use: Use, component: ComponentNumbers) -> Iterator[str]:
         if length != len(counts) and (length or field in ("group_calls", "seconds")):
             yield f"{where}: {field} has {length} numbers for {len(counts)} block groups"
             return
-    if len(use.hops) not in (0, len(counts)) or any(len(hop) != 2 for hop in use.hops):
-        yield f"{where}: hops has {len(use.hops)} pairs of numbers for {len(counts)} block groups"
+    blocks = sum(count for group, count in zip(component.groups, counts, strict=True) if "" not in group.blocks)
+    for row in use.live_tensors:
+        users = [*row.users]
+        if not users or users != sorted({*users}) or max(row.maker, *users) > blocks:
+            yield f"{where}: live_tensors has one that block {row.maker} makes and blocks {users} get, of {blocks} blocks"
     if use.calls < 1 or any(calls > use.calls for calls in use.group_calls):
         yield f"{where}: {use.calls} calls, and of block groups {list(use.group_calls)}"
     ran = {(k, index) for k, index, _ in use.order}

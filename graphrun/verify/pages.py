@@ -18,7 +18,7 @@ from graphrun.model.allocator import Caching
 from graphrun.model.phase_trace import CALL, CallTrace, Item, repeats_in
 from graphrun.model.plan import Blocks, Evict, Load, Plan, Restore, Slot, Spill, Stream
 from graphrun.model.problem import Problem
-from graphrun.model.splits import crossings
+from graphrun.model.splits import arguments_bytes
 
 POOLS = (True, False)  # of the allocator: the small one, the large one
 
@@ -122,8 +122,8 @@ class _Replay:
         stages before it are not run: one tensor of that size stands for all."""
         self._phase = name
         uses = self._phases[name][1].uses if name in self._phases else ()
-        crossing = {use.component: crossings(use, self._components[use.component]) for use in uses}
-        self._arguments = {of: nbytes.get(self._helper, (0, 0))[0] for of, nbytes in crossing.items()}
+        arguments = {use.component: arguments_bytes(use, self._components[use.component]) for use in uses}
+        self._arguments = {of: nbytes.get(self._helper, 0) for of, nbytes in arguments.items()}
         for key in (*self._kept.values(), *(() if self._filler is None else (self._filler,))):
             self._release(key)
         self._kept.clear()

@@ -3,8 +3,8 @@
 Works on the problem with the plan's choices applied (`apply_choices`). Three channels run concurrently, each one block after
 another; a barrier ends every slot. Bytes on the device: weights resident or loaded by the slot, rings, activation, values and
 live-in bytes; the highest sum of a slot is its peak. A helper has a copy channel of its own; its loads are issued in the order of
-all. The compute channel is shared, since one device at a time computes; a call on a helper begins and ends with what crosses to it
-and back.
+all. The compute channel is shared, since one device at a time computes; a call on a helper, and each block there of one that is
+split, begins and ends with what crosses to it and back.
 
 Copy channel and compute (`Timeline`):
 
@@ -202,7 +202,8 @@ class Timeline:
     ``works``: all compute in order. ``prefetch``: blocks loaded for later slots, in order. ``ring_bytes``: per streamed
     component. ``copies_from_seconds``: when copies may begin, after spills and restores. ``pageable``: components whose backing
     stores are pageable. ``helpers``: number of the helper of each (component, block group) that computes on one; ``crossings``: by
-    component and helper, seconds in which what a call needs gets there, and its results back; and its calls.
+    component that computes there, seconds in which what a call needs gets there, and its results back; and its calls. ``hops``: the
+    same seconds of each block on a helper.
     """
 
     def __init__(
@@ -216,13 +217,14 @@ class Timeline:
         copies_from_seconds: float,
         pageable: Collection[str] = (),
         helpers: Mapping[tuple[str, int], int] = MappingProxyType({}),
-        crossings: Mapping[tuple[str, int], tuple[float, float, int]] = MappingProxyType({}),
+        crossings: Mapping[str, tuple[float, float, int]] = MappingProxyType({}),
+        hops: Mapping[Key, tuple[float, float]] = MappingProxyType({}),
     ) -> None:
         self.copies: list[Span] = []
         self.calls: dict[tuple[str, int], Span] = {}
         self._sizes, self._disk = sizes, disk
         self._compute_free = self._start = start_seconds  # when the compute channel is free
-        self._helpers, self._crossings = helpers, crossings
+        self._helpers, self._crossings, self._hops = helpers, crossings, hops
         # when the copy channel of the device, and that of each helper, is free
         self._copy_frees = {0: copies_from_seconds, **dict.fromkeys(helpers.values(), start_seconds)}
         self._prefetch = sorted(prefetch, key=lambda key: (key[0] in pageable, disk.reads(key[0])))[::-1]
@@ -237,7 +239,7 @@ class Timeline:
         self._following = {name: _following(streamed, name, sizes) for name in ring_bytes}
         for (name, call), of in groupby(works, key=lambda work: (work.key[0], work.call)):
             self._call(name, call, list(of))
-        for (name, _), (to_helper, back, calls) in crossings.items():  # of calls that run no block
+        for name, (to_helper, back, calls) in crossings.items():  # of calls that run no block
             self._compute_free += (calls - sum(of == name for of, _ in self.calls)) * (to_helper + back)
         while self._prefetch:
             self._issue_prefetch()
@@ -247,25 +249,21 @@ class Timeline:
     def _call(self, name: str, call: int, works: Sequence[Work]) -> None:
         """Compute of one call of a component, with the copies that it waits for."""
         began: float | None = None
-        here = 0  # the helper that computes
+        to_helper, back, _ = self._crossings.get(name, (0.0, 0.0, 0))
+        self._compute_free += to_helper
+        hops = {work.key: self._hops[work.key] for work in works if work.key in self._hops}
         for work in works:
-            here = self._cross(name, here, self._helpers.get(work.key[:2], 0))
+            to_block, back_from_block = hops.pop(work.key, (0.0, 0.0))
+            self._compute_free += to_block
             if work.source != "resident":
                 self._compute_free = max(self._compute_free, self._available(work))
             began = self._compute_free if began is None else began
-            self._compute_free += work.seconds
+            self._compute_free += work.seconds + back_from_block
             if work.source == "stream":
                 self._compute_ends[name].append(self._compute_free)
-        self._cross(name, here, 0)
+        self._compute_free += back
         span = self.calls.get((name, call), Span("run", works[0].key, call, began or 0.0, 0.0))
         self.calls[name, call] = span._replace(end_seconds=self._compute_free)
-
-    def _cross(self, name: str, here: int, there: int) -> int:
-        """Compute goes on on ``there``, a helper or the device (0)."""
-        if here != there:
-            self._compute_free += self._crossings[name, here][1] if here else 0.0
-            self._compute_free += self._crossings[name, there][0] if there else 0.0
-        return there
 
     def _available(self, work: Work) -> float:
         """When the block of ``work`` is available to compute with."""
@@ -411,8 +409,8 @@ class _State:
         used = {work.key for work in works}
         disk = self._disk(slot, [*loads, *(work.key for work in works if work.source == "stream")])
         later = (key for key in loads if key not in used)
-        crossings = self._crossings(slot)
-        line = Timeline(start, works, later, self.sizes, rings, disk, copies_from, self.pageable, self.helpers, crossings)
+        crossings, hops = self._crossings(slot)
+        line = Timeline(start, works, later, self.sizes, rings, disk, copies_from, self.pageable, self.helpers, crossings, hops)
         self.now = line.end_seconds
         held = self._device_bytes(self.resident | set(loads))
         ring = sum(round_up(nbytes, ALLOCATION_BYTES) for nbytes in rings.values())
@@ -551,13 +549,17 @@ class _State:
             working = [of[slot.part == "steady"] for of in self.phases[slot.phase][1].helper_bytes]
         return tuple(self._device_bytes(keys, number) + more for number, more in enumerate(working, 1))
 
-    def _crossings(self, slot: Slot) -> dict[tuple[str, int], tuple[float, float, int]]:
-        """For each component and helper on which the slot calls it, or blocks of it: seconds in which arguments and results of a
-        call cross, and calls."""
-        uses = self.phases[slot.phase][1].uses if slot.part in ("first", "steady") else ()
-        every = [(use, n, nbytes) for use in uses for n, nbytes in crossings(use, self._component(use.component)).items()]
-        seconds = self.problem.crossing_seconds
-        return {(use.component, n): (*seconds(n, nbytes), use.calls_in(slot.part)) for use, n, nbytes in every}
+    def _crossings(self, slot: Slot) -> tuple[dict[str, tuple[float, float, int]], dict[Key, tuple[float, float]]]:
+        """For each component that the slot calls on a helper, seconds in which arguments and results of a call cross, and calls;
+        and for each block on a helper of one that is split, seconds in which what it gets and gives crosses."""
+        whole, hops = dict[str, tuple[float, float, int]](), dict[Key, tuple[float, float]]()
+        for use in self.phases[slot.phase][1].uses if slot.part in ("first", "steady") else ():
+            component = self._component(use.component)
+            if helper := component.variants[0].helper:
+                whole[use.component] = (*self.problem.crossing_seconds(helper, use.crossing), use.calls_in(slot.part))
+            for (k, i), of in crossings(use, component).items():
+                hops[use.component, k, i] = self.problem.tensors_cross_seconds(of.helper, of.to, of.back)
+        return whole, hops
 
     def _path(self, key: Key) -> str:
         return self.components[key[0]].groups[key[1]].blocks[key[2]]

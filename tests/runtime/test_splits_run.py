@@ -10,7 +10,7 @@ from campaign import sampled
 from small_component import ROWS, WIDTH, Small, hardware, plain, plan_of, problem, run, untouched, use
 
 from graphrun.errors import OutOfMemory, TransferFailed
-from graphrun.model.problem import Helper, Problem
+from graphrun.model.problem import Helper, LiveTensor, Problem
 from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.runtime.host import Host
@@ -49,8 +49,8 @@ TWO = WHOLE.replace(SPLIT, "    split a device1 wide[1]\n    split a device2 wid
 
 def case(*helper_bytes: int) -> Problem:
     """``a`` may be split over helpers that compute and copy half as fast as the device."""
-    hop = (PASSED, PASSED)
-    of = problem({"a": Small()}, [[replace(use("a", 2, ON), crossing=hop, hops=((0, 0), hop, hop))]], ON)
+    passed = (LiveTensor(PASSED, n, (n + 1 if n < 10 else 0,)) for n in range(11))
+    of = problem({"a": Small()}, [[replace(use("a", 2, ON), crossing=(PASSED, PASSED), live_tensors=tuple(passed))]], ON)
     (a,) = of.components
     loads = tuple(2 * seconds for seconds in a.variants[0].load_seconds)
     helpers = tuple(Helper(HELPER, nbytes) for nbytes in helper_bytes or (1 << 30,))

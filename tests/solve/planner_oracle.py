@@ -25,6 +25,18 @@ def up(nbytes: int) -> int:
     return (nbytes + 511) // 512 * 512
 
 
+def crossing_of(use: Use, there: set[int]) -> tuple[int, int, int]:
+    """Bytes that cross in a call to the device with the blocks ``there``, and back; and the most that are there for one of them, of
+    what it gets, and what was given to the call and an earlier block got."""
+    to = sum(of.nbytes for of in use.live_tensors if of.maker not in there and there & {*of.users})
+    back = sum(of.nbytes for of in use.live_tensors if of.maker in there and {*of.users} - there)
+    held = (
+        sum(up(of.nbytes) for of in use.live_tensors if n in of.users or (of.given and any(0 < user < n for user in of.users)))
+        for n in there
+    )
+    return to, back, max(held)
+
+
 class Choice:
     """One stage order, one option per stage, one variant per component."""
 
@@ -91,12 +103,13 @@ class Choice:
         """The helper that a block group lies on, of the component or of the blocks that were cut off it; 0: none."""
         return int(self.variants[name].device.removeprefix("device") or self.groups[name][k].helper)
 
-    def crossing(self, n: int, use: Use) -> tuple[int, int] | None:
-        """Bytes that cross to helper ``n`` and back in a call; None: nothing computes there."""
+    def crossing(self, n: int, use: Use) -> tuple[int, int, int] | None:
+        """Bytes that cross to helper ``n`` and back in a call, and that are there beside weights and activation. None: nothing
+        computes there."""
         if self.variants[use.component].device == f"device{n}":
-            return use.crossing[0], use.crossing[1]
-        hops = [use.hops[k] for k, of in enumerate(self.groups[use.component]) if of.helper == n]
-        return (max(to for to, _ in hops), max(back for _, back in hops)) if hops else None
+            return use.crossing[0], use.crossing[1], use.crossing[0]
+        there = {number for number, (k, _, _) in enumerate(use.order, 1) if self.groups[use.component][k].helper == n}
+        return crossing_of(use, there) if there else None
 
     def crossing_seconds(self, n: int, use: Use, part: str, to: int, back: int) -> float:
         """Of all calls in the slot: through the host, at the rate of the slower card."""
@@ -181,9 +194,9 @@ class Choice:
         for n, (_, bytes_there) in away.items():
             there = [(use, crossing) for use in phase.uses if (crossing := self.crossing(n, use)) is not None]
             if there and part != "load":
-                arguments = (crossing[0] + self.variants[use.component].scratch_bytes for use, crossing in there)
+                arguments = (crossing[2] + self.variants[use.component].scratch_bytes for use, crossing in there)
                 bytes_there += activation + max(arguments)
-                own += sum(self.crossing_seconds(n, use, part, *crossing) for use, crossing in there)
+                own += sum(self.crossing_seconds(n, use, part, *crossing[:2]) for use, crossing in there)
         if variants and all(variant.device != "device" for variant in variants):
             activation = min(activation, phase.glue_bytes)
         elif part != "load":
