@@ -26,7 +26,7 @@ class Limits:
     steps: int = 1_000  # of a denoising loop: diffusers' schedulers have 1,000 training timesteps
     pixels: int = 2**25  # of an image, made or read: 8K UHD has 33.2 million
     film_pixels: int = 2**28  # of all frames of a video together: 257 frames of 1216 x 704, 0.8 GB in RAM
-    samples: int = 2**26  # of audio, all channels together: 12 minutes of stereo at 44.1 kHz
+    samples: int = 2**26  # of audio, all channels together: 12 minutes of stereo at 44.1 kHz; numbers of a tensor input
     characters: int = 2**20  # of a text input: more than any text encoder reads
     modules: int = 20_000  # of one component, layers within layers: HunyuanVideo's transformer has 2,000
 

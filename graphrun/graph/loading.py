@@ -46,8 +46,9 @@ _SIZES: dict[str, dict[str, tuple[str, ...]]] = {
     "mask": {"height": ("height",), "width": ("width",)},
     "video": {"height": ("height",), "width": ("width",), "frames": ("frames", "num_frames")},
     "audio": {"rate": (), "seconds": ("seconds",)},
+    "tensor": {"shape": ()},
 }
-_SIZE_KEYS = ("height", "width", "frames", "rate", "seconds")
+_SIZE_KEYS = ("height", "width", "frames", "rate", "seconds", "shape")
 _NUMBERS = ("int", "float")
 # Suffixes of weight files, and of pickled ones, which are refused.
 WEIGHTS = ".safetensors"
@@ -217,9 +218,9 @@ class _Reader:
                 self.add((*at, "default"), str(error))
         return declared
 
-    def _sizes(self, name: str, spec: InputSpec) -> dict[str, float | str]:
+    def _sizes(self, name: str, spec: InputSpec) -> dict[str, float | str | tuple[int, ...]]:
         """The sizes of the input ``name``, by `_SIZE_KEYS`; empty for a number or a text."""
-        wanted, found = _SIZES.get(spec.type, {}), dict[str, float | str]()
+        wanted, found = _SIZES.get(spec.type, {}), dict[str, float | str | tuple[int, ...]]()
         numbers = [each for each, other in self.spec.inputs.items() if other.type in _NUMBERS]
         for key in _SIZE_KEYS:
             at, value = ("inputs", name, key), getattr(spec, key)
@@ -233,6 +234,8 @@ class _Reader:
                 self.add(("inputs", name), f"has no {key}, for plans without the file: add {key}: to it")
             elif value is None:
                 found[key] = next(each for each in wanted[key] if each in numbers)
+            elif isinstance(value, list):
+                found[key] = tuple(value)
             else:
                 found[key] = value.removeprefix("$") if isinstance(value, str) else value
         return found
@@ -483,8 +486,8 @@ class _Reader:
             if got not in (None, "any", wanted) and (got, wanted) != ("int", "float"):
                 raise ValueError(f"expected {wanted}, and {value} is {got}")
             return value
-        if isinstance(value, list):
-            raise ValueError(f"expected {wanted}, got a list")
+        if isinstance(value, (list, dict)):
+            raise ValueError(f"expected {wanted}, got a {'list' if isinstance(value, list) else 'mapping'}")
         if wanted not in PLAIN_KINDS:
             raise ValueError(f"expected {wanted}, a stage's output such as $stage.{wanted}; got {value!r}")
         return of_type(wanted, value)

@@ -1,4 +1,4 @@
-"""Images, masks, videos and audio as inputs of a run: reading, checking, describing by size, digesting by content.
+"""Images, masks, videos, audio and tensors as inputs of a run: reading, checking, describing by size, digesting by content.
 
 A file is read when its input is resolved, and again when a stage takes it; in between only its path, size and digest are kept.
 Arrays and tensors from Python are passed on as they are. Knows neither pipelines nor devices.
@@ -6,6 +6,7 @@ Arrays and tensors from Python are passed on as they are. Knows neither pipeline
     image  mask    png jpg webp ...                       PIL, RGB or L
     video          mp4 gif ..., a folder or list of frames    a list of PIL pictures
     audio          wav, flac                              an array [channels samples], float32 in [-1, 1]
+    tensor         safetensors, of one tensor                 a tensor
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB")  # of 8 bits a channel, which PIL converts
 # Placeholders for plans without the file: an image of one colour, a mask that selects everything.
 GREY, FULL = (127, 127, 127), 255
-AN = {"image": "an image", "mask": "a mask", "video": "a video", "audio": "audio"}
+AN = {"image": "an image", "mask": "a mask", "video": "a video", "audio": "audio", "tensor": "a tensor"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +73,15 @@ def opened(value: Any) -> Any:
     return value.open() if isinstance(value, File) else value
 
 
-def blank(kind: str, sizes: Mapping[str, float]) -> Any:
-    """A placeholder for planning with ``sizes``: height and width in pixels, frames, or rate and seconds."""
+def blank(kind: str, sizes: Mapping[str, Any]) -> Any:
+    """A placeholder for planning with ``sizes``: height and width in pixels, frames, rate and seconds, or a shape."""
     from PIL import Image
+
+    if kind == "tensor":
+        import numpy as np
+
+        require("samples", math.prod(sizes["shape"]), f"a tensor of shape {list(sizes['shape'])}")
+        return np.zeros(sizes["shape"], dtype=np.float32)
 
     if kind == "audio":
         import numpy as np
@@ -136,9 +143,9 @@ def _is_picture(value: Any) -> bool:
 def _object(kind: str, value: Any, what: str) -> Any:
     if _is_picture(value) and kind in ("image", "mask"):
         return value
-    dimensions = {"image": (2, 3, 4), "mask": (2, 3, 4), "video": (4, 5), "audio": (1, 2, 3)}[kind]
+    dimensions = {"image": (2, 3, 4), "mask": (2, 3, 4), "video": (4, 5), "audio": (1, 2, 3)}.get(kind)
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        if len(value.shape) not in dimensions or 0 in value.shape:
+        if (dimensions is not None and len(value.shape) not in dimensions) or 0 in value.shape:
             raise ValueError(f"an array of shape {list(value.shape)} is not {what}")
         return value
     raise ValueError(f"{_short(value)} is not {what}: give a file, or in Python a PIL image, an array or a tensor")
@@ -186,6 +193,8 @@ def _content(kind: str, paths: tuple[Path, ...]) -> Any:
     """The content of the files. Raises InputError where they are not of this kind."""
     if kind == "audio":
         return _sound(paths[0])[1]
+    if kind == "tensor":
+        return _tensor(paths[0])
     if kind != "video":
         return _picture(paths[0], "L" if kind == "mask" else "RGB")
     single = len(paths) > 1 or paths[0].suffix.lower() in PICTURES
@@ -229,6 +238,17 @@ def _film(path: Path) -> list[Any]:
     if not frames:
         raise InputError(f"{path}: holds no pictures")
     return frames
+
+
+def _tensor(path: Path) -> Any:
+    """The one tensor in the file ``path``."""
+    from safetensors import SafetensorError, safe_open
+
+    with _reading(path, "safetensors file", SafetensorError), safe_open(path, framework="pt") as found:
+        names = list(found.keys())
+        if len(names) != 1:
+            raise InputError(f"{path}: holds {len(names)} tensors: give a file with one")
+        return found.get_tensor(names[0])
 
 
 def _bounded(path: Path, frames: Iterable[Any]) -> list[Any]:

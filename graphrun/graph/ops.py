@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
-Kind = Literal["str", "int", "float", "bool", "embeds", "latents", "image", "mask", "video", "audio", "any"]
+Kind = Literal["str", "int", "float", "bool", "embeds", "latents", "image", "mask", "video", "audio", "tensor", "any"]
 
 # Kinds that a graph file or a run's inputs may hold as plain values; the others only pass between stages.
 PLAIN_KINDS: frozenset[Kind] = frozenset({"str", "int", "float", "bool"})
 # Kinds that a run takes as a file, or in Python as an object. A plan depends on their size.
-MEDIA_KINDS: frozenset[Kind] = frozenset({"image", "mask", "video", "audio"})
+MEDIA_KINDS: frozenset[Kind] = frozenset({"image", "mask", "video", "audio", "tensor"})
 # Where `op` notes what a function declares.
 DECLARED = "__graphrun_op__"
 

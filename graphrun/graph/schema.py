@@ -46,7 +46,7 @@ Config = Annotated[
     Text | dict[str, Any] | None,
     Field(description="A JSON file, relative to the graph file, or the configuration itself; {} means the defaults."),
 ]
-Argument = Scalar | None | list[Scalar | list[Scalar]]
+Argument = Scalar | None | list[Scalar | list[Scalar]] | dict[str, Scalar | list[Scalar]]
 Measure = Annotated[int, Field(gt=0)] | Text
 Source = Annotated[
     Text | None,
@@ -80,12 +80,12 @@ class Spec(BaseModel):
 class InputSpec(Spec):
     """An input of a run. Without ``default`` it is required, unless it is ``optional``.
 
-    An image, a mask, a video or audio is a file, or in Python an object. Plans without the file are for ``height``, ``width``,
-    ``frames``, ``rate`` and ``seconds``: numbers, or inputs such as $height.
+    An image, a mask, a video, audio or a tensor is a file, or in Python an object. Plans without the file are for ``height``,
+    ``width``, ``frames``, ``rate`` and ``seconds``: numbers, or inputs such as $height; for a tensor, for its ``shape``.
     """
 
-    type: Literal["str", "int", "float", "bool", "image", "mask", "video", "audio"] = Field(
-        description="Of the value. An image, a mask, a video or audio is a file, or in Python an object."
+    type: Literal["str", "int", "float", "bool", "image", "mask", "video", "audio", "tensor"] = Field(
+        description="Of the value. An image, a mask, a video, audio or a tensor (safetensors) is a file, or in Python an object."
     )
     default: Scalar | None = Field(
         default=None, description="The value where a run gives none; left out: required, unless optional."
@@ -102,6 +102,7 @@ class InputSpec(Spec):
     frames: Measure | None = Field(default=None, description="Of a video; left out: the input frames, or num_frames.")
     rate: Measure | None = Field(default=None, description="Samples of audio per second. A file of another rate is refused.")
     seconds: Annotated[float, Field(gt=0)] | Text | None = Field(default=None, description="Of audio; left out: the input seconds.")
+    shape: list[Annotated[int, Field(gt=0)]] | None = Field(default=None, description="Of a tensor.")
 
 
 class LoraSpec(Spec):

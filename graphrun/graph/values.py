@@ -12,7 +12,7 @@ from graphrun.graph import media
 from graphrun.limits import require
 from graphrun.reading import refuse_surrogates
 
-InputType = Literal["str", "int", "float", "bool", "image", "mask", "video", "audio"]
+InputType = Literal["str", "int", "float", "bool", "image", "mask", "video", "audio", "tensor"]
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127  # pipelines put numbers into tensors of float32 or less
 
@@ -21,8 +21,8 @@ FLOAT32_MAX = (2 - 2**-23) * 2.0**127  # pipelines put numbers into tensors of f
 class Input:
     """A declared input of a graph. Its value is None where it is left out and has no default.
 
-    ``minimum`` and ``maximum`` are inclusive. ``many``: a list of such values is accepted too. ``sizes``: of an image, mask, video
-    or audio, for plans without the file: numbers, or names of inputs that hold them.
+    ``minimum`` and ``maximum`` are inclusive. ``many``: a list of such values is accepted too. ``sizes``: of an image, mask, video,
+    audio or tensor, for plans without the file: numbers, or names of inputs that hold them, or a ``shape``.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Input:
     minimum: float | None = None
     maximum: float | None = None
     many: bool = False
-    sizes: Mapping[str, float | str] = field(default_factory=dict)
+    sizes: Mapping[str, float | str | tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def item(self) -> Input:
@@ -92,8 +92,8 @@ def of_type(kind: str, value: Any) -> Any:
 def fit(declared: Input, value: Any, *, text: bool = False) -> Any:
     """``value`` converted to the input's type and checked against its bounds; with ``text`` strings are parsed.
 
-    The path of an image, mask, video or audio becomes a `media.File`; an input with ``many`` accepts a list too. Raises ValueError
-    saying which values are accepted.
+    The path of an image, mask, video, audio or tensor becomes a `media.File`; an input with ``many`` accepts a list too. Raises
+    ValueError saying which values are accepted.
     """
     if declared.many:
         value = media.parse_list(value) if text and isinstance(value, str) else value

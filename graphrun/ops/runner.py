@@ -174,6 +174,8 @@ class Stages:
         if value.kind == "input":
             given = opened(self.inputs[value.name])
             declared = self.graph.inputs.get(value.name)  # a trial of an import declares none
+            if declared is not None and declared.type == "tensor" and isinstance(given, np.ndarray):
+                return torch.from_numpy(given)
             return _sound_as_tensor(given) if declared is None or declared.type == "audio" else given
         return materialized(self.named[f"{value.name}.{value.output}"], self.device)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from graphrun.errors import InputError
 from graphrun.graph import media
@@ -116,6 +117,24 @@ def test_what_is_no_file_of_its_kind_is_said(tmp_path: Path) -> None:
 def test_sound_of_another_rate_is_refused_and_says_both(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has 8000 samples per second, and 44100 are needed"):
         media.accept("audio", sound(tmp_path / "a.wav"), rate=44100)
+
+
+def test_a_tensor_is_alone_in_its_file(tmp_path: Path) -> None:
+    file, value = tmp_path / "a.safetensors", torch.arange(6.0).reshape(1, 2, 3)
+    save_file({"x": value}, file)
+    accepted = media.accept("tensor", str(file))
+    assert torch.equal(accepted.open(), value)
+    assert accepted.told == media.told(media.blank("tensor", {"shape": (1, 2, 3)})) == "float32[1, 2, 3]"
+    save_file({"x": value, "y": value + 1}, file)
+    with pytest.raises(InputError, match=r"a\.safetensors: has changed"):
+        accepted.open()
+    with pytest.raises(ValueError, match="holds 2 tensors: give a file with one"):
+        media.accept("tensor", file)
+    file.write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match=r"a\.safetensors: is no safetensors file"):
+        media.accept("tensor", file)
+    with pytest.raises(InputError, match="samples="):
+        media.blank("tensor", {"shape": (2**40,)})
 
 
 @pytest.mark.parametrize(("kind", "value"), [("image", 3), ("image", np.zeros(5)), ("video", []), ("audio", None), ("mask", [1])])

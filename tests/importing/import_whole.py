@@ -15,6 +15,7 @@ from tiny_pipelines import Case, cases, film, picture
 
 import graphrun
 from graphrun.diffusers_.importing.imported import Asked, Imported, import_source
+from graphrun.diffusers_.importing.signature import media_kind
 from graphrun.graph.graph import Graph
 from graphrun.graph.loading import load
 from graphrun.model.solution import Solution
@@ -46,7 +47,8 @@ class Saved:
         sized = "height" in inspect.signature(type(self.pipe).__call__).parameters
         for one in [*pictures[:1], *(frames[0] for frames in films[:1])]:
             found |= {} if sized else {"height": one.height, "width": one.width}
-        return found | ({"frames": len(films[0])} if films else {})
+        tensors = {k: list(v.shape) for k, v in self.arguments.items() if isinstance(v, torch.Tensor) and media_kind(k) is None}
+        return found | tensors | ({"frames": len(films[0])} if films and "frames" not in found else {})
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -55,6 +57,11 @@ class Saved:
         if self.name.endswith("-two"):
             inputs |= {f"image_{number}": picture for number, picture in enumerate(inputs.pop("image"))}
         return inputs
+
+    @property
+    def pictured(self) -> bool:
+        """Whether its outputs are compared as PIL pictures."""
+        return not self.name.startswith(("StableAudio", "Marigold", "KandinskyV22Prior"))
 
     def imported(self, **more: Any) -> Imported:
         asked = {"configs": {}, "dtypes": {}, "sets": self.sets, **more}
@@ -65,8 +72,7 @@ class Saved:
         known = inspect.signature(type(self.pipe).__call__).parameters
         generator = {"generator": torch.Generator().manual_seed(SEED)} if "generator" in known else {}
         torch.manual_seed(1)
-        pictured = "output_type" in known and not self.name.startswith(("StableAudio", "Marigold", "KandinskyV22Prior"))
-        output_type = {"output_type": "pil"} if pictured else {}
+        output_type = {"output_type": "pil"} if "output_type" in known and self.pictured else {}
         made = self.pipe(**{**self.arguments, **generator, **output_type, **more})
         return next(iter(vars(made).values())) if hasattr(made, "__dict__") else made[0]
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from campaign import sampled
+from diffusers import AutoencoderKL
 from import_whole import equal, of_graph, planned, run, saved
+from safetensors.torch import save_file
 
 import graphrun
+from graphrun.errors import PlanError
 
 THREE = (
     "FluxPipeline",
@@ -25,6 +30,7 @@ WHOLE = (
     "StableDiffusionControlNetPipeline-two",
     "KandinskyV22CombinedPipeline",
     "MarigoldDepthPipeline",
+    "KandinskyV22Pipeline",  # takes tensors
     "ZImagePipeline",  # caches a table of positions
 )
 
@@ -34,6 +40,7 @@ ALWAYS = (
     "WanPipeline-two-experts",
     "StableAudioPipeline",
     "StableDiffusionControlNetPipeline-two",
+    "KandinskyV22Pipeline",
     "ZImagePipeline",
 )
 
@@ -87,6 +94,45 @@ def test_whole_is_one_stage_with_the_same_output(tmp_path: Path) -> None:
     graph = source.imported(whole=True).write(tmp_path / "graph.yaml")
     assert [stage.op for stage in graph.stages] == ["call"]
     assert equal(run(graph, planned(graph), source.inputs).outputs["image"], source.expected())
+
+
+def test_a_vae_that_decodes_in_tiles_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = AutoencoderKL._decode
+
+    def tiles_alone(vae: AutoencoderKL, *given: Any, **more: Any) -> Any:
+        if not vae.use_tiling:
+            raise NotImplementedError("in tiles alone")
+        return decode(vae, *given, **more)
+
+    monkeypatch.setattr(AutoencoderKL, "_decode", tiles_alone)
+    source = saved("StableDiffusionPipeline", tmp_path)
+    graph = source.imported().write(tmp_path / "graph.yaml")
+    assert (graph.stage("decode").arguments["tiling"], graph.stage("decode").options) == (True, ())
+    source.pipe.vae.enable_tiling()
+    assert equal(run(graph, planned(graph), source.inputs).outputs["image"], source.expected())
+
+
+def test_an_argument_that_is_a_mapping_is_in_the_file(tmp_path: Path) -> None:
+    source = saved("HunyuanVideoPipeline", tmp_path)
+    mapping = {"template": "a film of {}", "crop_start": 3}
+    graph = source.imported(sets={**source.sets, "prompt_template": mapping}).write(tmp_path / "graph.yaml")
+    assert graph.stage("make").arguments["prompt_template"] == mapping
+    trace = run(graph, planned(graph), source.inputs)
+    assert equal(trace.outputs["video"], source.expected(prompt_template=mapping))
+    assert not equal(trace.outputs["video"], source.expected())
+
+
+def test_tensors_are_files_of_the_planned_shape(tmp_path: Path) -> None:
+    source = saved("KandinskyV22Pipeline", tmp_path)
+    graph = source.imported().write(tmp_path / "graph.yaml")
+    assert graph.inputs["image_embeds"].sizes == {"shape": (1, 32)}
+    solution, files = planned(graph), dict[str, Any](source.inputs)
+    for name in ("image_embeds", "negative_image_embeds"):
+        save_file({"of any name": source.inputs[name]}, tmp_path / f"{name}.safetensors")
+        files[name] = str(tmp_path / f"{name}.safetensors")
+    assert equal(run(graph, solution, files).outputs["image"], source.expected())
+    with pytest.raises(PlanError, match="the plan is for image_embeds=float32"):
+        run(graph, solution, files | {"image_embeds": torch.zeros(2, 32)})
 
 
 def test_a_live_pipeline_is_the_same_graph(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ SAMPLE = (
     "AnimateDiffVideoToVideoPipeline",  # takes video
     "DiTPipeline",  # no encode_prompt
     "IFPipeline",  # no latents
-    "KandinskyV22Pipeline",  # not
+    "KandinskyV22Pipeline",  # takes tensors
     "LatentConsistencyModelPipeline",  # fails when split
     "StableAudioPipeline",  # an argument that the ops lack
     "StableDiffusionXLImg2ImgPipeline-float16",  # not: a cast

@@ -58,6 +58,7 @@ def call_inputs(
     inputs: dict[str, Mapping[str, Any]] = {name: kept[name].entry for name in plain if name in kept}
     inputs |= {name: _media_entry(name, inputs, sizes) for name in trial.media}
     inputs |= {name: _media_entry(name, inputs, sizes) | {"optional": True} for name in trial.offered}
+    inputs |= {name: {"type": "tensor", "shape": shape} for name, shape in trial.tensors.items()}
     passed: dict[str, Any] = {}
     for name in inputs:
         parameter = kept[name].parameter if name in kept else name
@@ -135,8 +136,17 @@ def laid_out(
     unused = tuple(name for name in trial.meta_modules if not any(name in names for names in uses.values()))
     for name in unused:
         uses[home(name)].append(name)
-    options = {s.name: ("tiling",) if s.name in tiling and "tiling" in OPERATIONS[s.op].options else () for s in stages}
-    made = tuple(replace(stage, uses=tuple(uses[stage.name]), options=options[stage.name]) for stage in stages)
+    tiled = {s.name: {"tiling": True} if trial.tiled and "tiling" in OPERATIONS[s.op].optional else {} for s in stages}
+    may_tile = {s.name for s in stages if s.name in tiling and "tiling" in OPERATIONS[s.op].options and not tiled[s.name]}
+    made = tuple(
+        replace(
+            stage,
+            uses=tuple(uses[stage.name]),
+            options=("tiling",) if stage.name in may_tile else (),
+            arguments={**stage.arguments, **tiled[stage.name]},
+        )
+        for stage in stages
+    )
     read = {r.name for stage in stages for r in stage.references if r.kind == "input"}
     read |= {str(size)[1:] for name in read for size in call.inputs[name].values() if str(size).startswith("$")}
     inputs = {name: entry for name, entry in call.inputs.items() if name in read}

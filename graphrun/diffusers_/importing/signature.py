@@ -33,6 +33,8 @@ MEDIA = {
     "image": r"(^|_)images?$",
 }
 NOT_MEDIA = re.compile(r"embeds|latents|attention|ip_adapter|per_prompt|_in_s$|_length|guidance|scale|processing|noise|fps")
+# Parameters of which the annotation says that they take tensors: embeddings that another pipeline makes.
+TENSOR = re.compile(r"\bTensor\b")
 # Sizes of media inputs. They may be set whether or not the call has parameters of these names.
 MEDIA_SIZES = ("height", "width", "frames", "rate", "seconds")
 
@@ -73,6 +75,16 @@ def media_kind(name: str) -> str | None:
     if NOT_MEDIA.search(name):
         return None
     return next((kind for kind, pattern in MEDIA.items() if re.search(pattern, name)), None)
+
+
+def tensor_shapes(parameters: Mapping[str, inspect.Parameter], sets: Mapping[str, Any]) -> dict[str, list[int]]:
+    """The shapes in ``sets`` of the tensors that ``parameters`` take, by name."""
+    return {
+        name: value
+        for name, value in sets.items()
+        if name in parameters and TENSOR.search(str(parameters[name].annotation)) and media_kind(name) is None
+        if isinstance(value, list) and value and all(isinstance(size, int) and size > 0 for size in value)
+    }
 
 
 def plain_inputs(kind: type[Any], pipeline: Any, seen: Mapping[str, Any]) -> dict[str, InputSpec]:

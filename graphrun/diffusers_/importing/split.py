@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from graphrun.diffusers_.dry_call import ProbeError
 from graphrun.diffusers_.importing.fingerprint import EntryRecord
 from graphrun.diffusers_.importing.layout import CallInputs, Layout, NotSplit, call_inputs, laid_out, outputs_in, tried
 from graphrun.diffusers_.importing.modular_blocks import split_at_blocks
@@ -26,12 +27,14 @@ from graphrun.diffusers_.importing.signature import (
     further_inputs,
     plain_inputs,
     set_inputs,
+    tensor_shapes,
 )
 from graphrun.diffusers_.importing.trial import STEPS, TrialPipeline, find_arguments
 from graphrun.diffusers_.live import merge_shared
 from graphrun.errors import InputError
 from graphrun.graph.graph import PLANNING_TEXT, Reference, Stage
 from graphrun.graph.ops import OPERATIONS
+from graphrun.ops.diffusion import set_tiling
 
 # Arguments of the three ops: argument -> name of the input.
 ENCODE = {
@@ -65,11 +68,22 @@ def lay_out(trial: TrialPipeline, sets: Mapping[str, Any], *, whole: bool = Fals
         )
     parameters = trial.parameters
     sets = {PARAMETERS.get(name, name) if name in parameters else name: value for name, value in sets.items()}
-    literals = {name: value for name, value in sets.items() if isinstance(value, (list, dict))}
+    trial.tensors = tensor_shapes(parameters, sets)
+    literals = {name: value for name, value in sets.items() if isinstance(value, (list, dict)) and name not in trial.tensors}
     given = {parameter: sets[name] for parameter in NAMED_SIZES if (name := NAMES.get(parameter, parameter)) in sets}
     plain = set_inputs(kind, parameters, plain_inputs(kind, pipeline, given), sets)
     sizes = _picture_sizes(pipeline, plain, sets)
-    find_arguments(trial, plain, sizes, literals)
+    try:
+        find_arguments(trial, plain, sizes, literals)
+    except ProbeError as error:
+        if not hasattr(vae := trial.meta_modules.get("vae"), "enable_tiling"):
+            raise
+        set_tiling(vae, True)
+        trial.tiled = True
+        try:
+            find_arguments(trial, plain, sizes, literals)
+        except ProbeError:
+            raise error from None
     plain = set_inputs(kind, parameters, plain_inputs(kind, pipeline, trial.fingerprint.call_locals | given), sets)
     arguments = find_arguments(trial, plain, sizes, literals)
     call = call_inputs(trial, plain if trial.modular else plain | further_inputs(parameters, plain), arguments, sizes)
@@ -97,7 +111,7 @@ def _sample_size(module: Any) -> int | None:
 def _split(trial: TrialPipeline, plain: Mapping[str, InputSpec], literals: Iterable[str]) -> Layout:
     """Three stages. An input for which they differ from the whole call is left out. Raises NotSplit with a reason against them."""
     parameters, kind = trial.parameters, trial.found.kind
-    if media := (*trial.media, *trial.offered):
+    if media := (*trial.media, *trial.offered, *trial.tensors):
         raise NotSplit(f"it takes {', '.join(media)}")
     if not hasattr(kind, "encode_prompt"):
         raise NotSplit("it has no encode_prompt")

@@ -19,7 +19,7 @@ from graphrun import sim
 from graphrun.diffusers_.dry_call import ProbeError
 from graphrun.diffusers_.importing.fingerprint import EntryRecord, FingerprintRun, digest_of
 from graphrun.diffusers_.importing.found import Found
-from graphrun.diffusers_.importing.signature import InputSpec, call_parameters, media_kind
+from graphrun.diffusers_.importing.signature import TENSOR, InputSpec, call_parameters, media_kind
 from graphrun.diffusers_.importing.standin import stand_in
 from graphrun.errors import InputError
 from graphrun.graph.graph import PLANNING_TEXT, Graph, Part
@@ -40,7 +40,8 @@ class TrialPipeline:
     """A pipeline with components on meta and real parts, and the prober that all its fingerprint runs share.
 
     ``media``: parameters that got media in the last successful `find_arguments`, ``offered``: those that may get some besides.
-    ``whole_runs``: entries by digest of the arguments.
+    ``tensors``: shapes of the tensors that it gets, by parameter. ``tiled``: its VAE works tile by tile, since it can do nothing
+    else. ``whole_runs``: entries by digest of the arguments.
     """
 
     found: Found
@@ -50,6 +51,8 @@ class TrialPipeline:
     fingerprint: FingerprintRun
     media: tuple[str, ...] = ()
     offered: tuple[str, ...] = ()
+    tensors: dict[str, list[int]] = field(default_factory=dict)
+    tiled: bool = False
     output: Any = None  # what the last whole call returned
     whole_runs: dict[Any, tuple[EntryRecord, ...]] = field(default_factory=dict)
 
@@ -169,12 +172,12 @@ def find_arguments(
     error of the try that entered most components, the first of these.
     """
     parameters = trial.parameters
-    left_out = ("generator", "num_inference_steps", "negative_prompt")
+    left_out = ("generator", "num_inference_steps")
     inputs = (each for each in plain.values() if each.default is not None and each.parameter not in left_out)
     arguments = {each.parameter: each.default for each in inputs}
-    if "prompt" in parameters:
+    if "prompt" in parameters and "prompt_embeds" not in trial.tensors:
         arguments.setdefault("prompt", PLANNING_TEXT)
-    arguments |= literals
+    arguments |= {**literals, **{name: torch.zeros(shape, device="cpu") for name, shape in trial.tensors.items()}}
     candidates = {name: kind for name in parameters if name not in literals and (kind := media_kind(name)) is not None}
     required = [
         name
@@ -185,10 +188,12 @@ def find_arguments(
     before = names[: names.index("prompt")] if "prompt" in names and not trial.modular else []
     needed = [name for name in candidates if name in required]
     first = [name for name in candidates if name in before and name not in required]
-    tensors = [name for name in required if name not in {*arguments, *candidates, "self"}]
-    if tensors:
+    lacking = [name for name in required if name not in {*arguments, *candidates, "self"}]
+    if lacking:
+        shapes = [name for name in lacking if TENSOR.search(str(parameters[name].annotation))]
+        give = f" give the shape of each tensor (--set {shapes[0]}=[1,768])," if shapes else ""
         raise ProbeError(
-            f"{trial.found.pipeline} needs {', '.join(tensors)}, which no file holds: import the pipeline that makes it too "
+            f"{trial.found.pipeline} needs {', '.join(lacking)}, which no file holds:{give} import the pipeline that makes it too "
             f"(a combined one), or attach to it (graphrun.attach). {HAND_WRITTEN}"
         )
     optional = [name for name in candidates if name not in (*needed, *first)]
