@@ -31,6 +31,15 @@ class Running(contextlib.ExitStack):
         self._host = host.part(chosen) if host is not None else Host.of_graph(segment.graph, chosen, device, modules)
         self._session = self.enter_context(Session(segment.solution, self._host, device))
 
+    @property
+    def loaded_ahead(self) -> bool:
+        """Whether the next run finds what `load_ahead` loaded."""
+        return self._session.loaded_ahead
+
+    def load_ahead(self) -> None:
+        """Loads what the next run begins with, where that is a first run (`graphrun.runtime.executor.Session.load_ahead`)."""
+        self._session.load_ahead()
+
     def run(
         self, inputs: Mapping[str, Any], progress: Progress | None = None, tell: Callable[[str], None] | None = None, **more: Any
     ) -> Trace:
@@ -39,7 +48,7 @@ class Running(contextlib.ExitStack):
         Raises what `graphrun.runtime.recovery.run_to_the_end` raises; the next run then starts with an empty device.
         """
         solution, session = self.segment.solution, self._session
-        if solution.problem.runs == 1:  # a plan for one run: the next starts with an empty device
+        if solution.problem.runs == 1 and not session.loaded_ahead:  # a plan for one run: the next starts with an empty device
             session.close()
         stages = stages_for(solution.plan, self.segment.graph, inputs, self.device, self._host, **more)
         return run_to_the_end(solution, stages, self._host, self.device, progress, tell=tell, session=session)

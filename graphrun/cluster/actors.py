@@ -89,11 +89,18 @@ class _Actor:
 
     def run(self, segment: Sequence[Any], inputs: Mapping[str, Any], values: Sequence[Any]) -> tuple[bytes, Report]:
         """As `Worker.run`, of the one ``segment``. It and ``values`` are references."""
+        return self._of(segment).run(inputs, [functools.partial(_value, reference) for reference in values])
+
+    def load_ahead(self, segment: Sequence[Any]) -> Report:
+        """As `Worker.load_ahead`, of the one ``segment``, a reference."""
+        return self._of(segment).load_ahead()
+
+    def _of(self, segment: Sequence[Any]) -> Worker:
         if self._worker is None:
             import ray
 
             self._worker = Worker(ray.get(segment[0]), self._name)
-        return self._worker.run(inputs, [functools.partial(_value, reference) for reference in values])
+        return self._worker
 
     def release(self) -> None:
         """Frees the device and the host memory: the next run may be of another segment."""
@@ -156,6 +163,10 @@ class Actors(contextlib.ExitStack):
             )
             self._every[of.name] = actor.remote(of.name, torch.get_num_threads())
             self.callback(ray.kill, self._every[of.name])
+
+    def load_ahead(self, worker: int) -> _Ticket:
+        """Begins to load what the first run of actor number ``worker`` begins with."""
+        return _Ticket(None, self._actors[worker].load_ahead.remote([self._segments[worker]]))
 
     def begin(self, worker: int, inputs: Mapping[str, Any], values: Sequence[Any]) -> _Ticket:
         """Begins a run of actor number ``worker``, after those begun before."""

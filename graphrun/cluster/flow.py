@@ -46,6 +46,9 @@ Ticket = Any  # of a run that was begun
 class Crew(Protocol):
     """Workers, one for each assignment of a placement, and what keeps their values."""
 
+    def load_ahead(self, worker: int) -> Ticket:
+        """Begins to load what the first run of worker number ``worker`` begins with."""
+
     def begin(self, worker: int, inputs: Mapping[str, Any], values: Sequence[Handle]) -> Ticket:
         """Begins a run of worker number ``worker``, after those begun before."""
 
@@ -96,7 +99,8 @@ class _Item:
 
 @dataclass(slots=True, eq=False)
 class _Post:
-    """A worker and its items: ``coming`` are on their way, those in ``inbox`` have arrived, ``outbox`` results wait."""
+    """A worker and its items: ``coming`` are on their way, those in ``inbox`` have arrived, ``outbox`` results wait. What it loads
+    before its first run is there at ``loaded_seconds`` of the virtual clock."""
 
     number: int
     assignment: Assignment
@@ -106,6 +110,7 @@ class _Post:
     coming: int = 0
     outbox: int = 0
     busy: bool = False
+    loaded_seconds: float = 0.0
 
     @property
     def queued(self) -> int:
@@ -148,11 +153,24 @@ class Flow(Works):
                 self._found(work)
                 self.order.append(item := _Item(work))
                 self.waiting[0].append(item)
+            self._load_ahead()
             while self.order:
                 while self._move():
                     pass
                 if self.order:
                     self._advance()
+
+    def _load_ahead(self) -> None:
+        """Lets devices load that have to wait for values of others, and will get some. On the virtual clock all are waited for."""
+        loads = dict[Ticket, _Post]()
+        for span in sorted({post.span for post in self.posts if post.span[0]}):
+            count = sum(not self._is_known(item, span) for item in self.order)
+            own = [post for post in self.posts if post.span == span]
+            for post in sorted(own, key=lambda of: of.assignment.column.steady_seconds)[:count]:
+                loads[self.crew.load_ahead(post.number)] = post
+        while self.virtual and loads:
+            for ticket in self.crew.done(loads.keys(), every=True):
+                loads.pop(ticket).loaded_seconds = self._report(ticket).seconds
 
     def _schedule(self) -> Schedule:
         waiting = WAITING * max(self.nbytes)
@@ -219,7 +237,7 @@ class Flow(Works):
             return True
         for span in sorted({post.span for post in self.posts if post.span[0] == item.at}, reverse=True):
             stages = self.names[slice(*span)]
-            if not self.last & set(stages) and all(self.values.has(item.number, name) for name in self._outputs(span)):
+            if self._is_known(item, span):
                 self._pass(item, _Made(span, done=True))
                 return True
             if (known := self.shared.get(self._key(item, stages))) is not None:
@@ -233,6 +251,11 @@ class Flow(Works):
                     known.followers.append(item)
                 return True
         return False
+
+    def _is_known(self, item: _Item, span: tuple[int, int]) -> bool:
+        """Whether what the stages ``span`` make of ``item`` is known from an earlier run."""
+        stages = self.names[slice(*span)]
+        return not self.last & set(stages) and all(self.values.has(item.number, name) for name in self._outputs(span))
 
     def _key(self, item: _Item, stages: Sequence[str]) -> Any:
         """Equal for items that make the same of ``stages``; None where that is unknown."""
@@ -279,7 +302,7 @@ class Flow(Works):
         self.context.watcher.begins_on(post.assignment.name, post.assignment.stages, item.work.request)
         ticket = self.crew.begin(post.number, item.work.request.inputs, [self._handle(item, of) for of in self._read(item, post)])
         post.busy = True
-        self.running[ticket] = post, item, item.made[post.assignment.stages[0]], self.clock
+        self.running[ticket] = post, item, item.made[post.assignment.stages[0]], max(self.clock, post.loaded_seconds)
 
     def _read(self, item: _Item, post: _Post) -> list[_Made]:
         """What the stages of ``post`` read of others."""
@@ -335,7 +358,7 @@ class Flow(Works):
             return
         made.handle, made.done, made.followers = self.crew.made(ticket), True, []
         if report.trace is not None:
-            times = self.before_seconds + start, self.before_seconds + self.clock
+            times = self.before_seconds + max(0.0, start - report.ahead_seconds), self.before_seconds + self.clock
             self.batch.lanes.append(Lane(post.assignment.name, item.number, post.assignment.stages, *times, report.trace))
             self.batch.traces.append((post.assignment.stages, item.number, report.trace))
             for note in report.trace.notes:

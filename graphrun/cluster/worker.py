@@ -21,7 +21,8 @@ class LostValue(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a run took: ``seconds`` of the device's clock, and the ``trace`` without outputs.
+    """What a run took: ``seconds`` of the device's clock, and the ``trace`` without outputs. It begins with what was loaded ahead,
+    which took ``ahead_seconds`` more.
 
     ``lost``: numbers of the values that were gone, ``error``: type and text of the error; nothing was made then.
     """
@@ -29,6 +30,7 @@ class Report:
     seconds: float = 0.0
     trace: Trace | None = None
     lost: tuple[int, ...] = ()
+    ahead_seconds: float = 0.0
     error: tuple[str, str] | None = None
 
     def require(self) -> None:
@@ -45,6 +47,19 @@ class Worker:
     def __init__(self, segment: Segment, name: str, modules: Mapping[str, Any] | None = None) -> None:
         self._segment, self._name, self._modules = segment, name, modules
         self._running: Running | None = None
+        self._ahead_seconds = 0.0
+
+    def load_ahead(self) -> Report:
+        """Loads what the first run begins with, before its values are there; nothing after a run. An error is left to that run: it
+        begins with an empty device and may plan again."""
+        try:
+            running = self._open()
+            begin = self._clock(running)
+            running.load_ahead()
+            self._ahead_seconds = self._clock(running) - begin
+            return Report(self._ahead_seconds)
+        except errors.GraphrunError:
+            return Report()
 
     def run(self, inputs: Mapping[str, Any], values: Sequence[Callable[[], bytes]]) -> tuple[bytes, Report]:
         """One run with resolved ``inputs``. ``values`` return what other workers made, or raise LostValue. Returns what this one
@@ -60,9 +75,9 @@ class Worker:
         try:
             running = self._open()
             precomputed = {name: found[name] for name in (str(of)[1:] for of in self._segment.graph.precomputed)}
-            begin = self._clock(running)
+            ahead, begin = self._ahead_seconds if running.loaded_ahead else 0.0, self._clock(running)
             trace = running.run(inputs, precomputed=precomputed)
-            report = Report(self._clock(running) - begin, replace(trace, outputs={}))
+            report = Report(self._clock(running) - begin, replace(trace, outputs={}), ahead_seconds=ahead)
             return pack(trace.outputs), report
         except errors.GraphrunError as error:
             return b"", Report(error=(type(error).__name__, f"device {self._name}: {error}"))

@@ -53,6 +53,14 @@ class SlotCursor:
         self._entered[component] += 1
         return opened
 
+    def ahead(self) -> list[int]:
+        """Indices of the slots to open before the run has its inputs: the first one, if it loads and restores no value."""
+        first = next(iter(self._slots), None)
+        if first is None or first.part != "load" or any(isinstance(action, Restore) for action in first.actions):
+            return []
+        self._slot = 0
+        return [0]
+
     def begin(self, stage: str) -> list[int]:
         """Indices of the slots to open when ``stage`` starts, before its op reads values: its load slot, if that restores a value.
         Empty otherwise: the stage's first call opens the load slot then."""

@@ -12,12 +12,13 @@ from graphrun.trace import Event
 class EventRecorder:
     """Collects the events of a run. Their times are marks of the device; `resolve_marks` turns these into seconds after a barrier.
 
-    ``origin``: start of the run. ``slot``: index of the open slot; ``moved_bytes``: weights copied to the device in it. ``events``:
-    those with known seconds.
+    ``origin``: start of the run, behind ``offset_seconds`` of slots that were performed before. ``slot``: index of the open slot;
+    ``moved_bytes``: weights copied to the device in it. ``events``: those with known seconds.
     """
 
     device: Device
     origin: Mark = None
+    offset_seconds: float = 0.0
     slot: int = -1
     moved_bytes: int = 0
     events: list[Event] = field(default_factory=list)
@@ -34,7 +35,7 @@ class EventRecorder:
 
     def seconds(self, mark: Mark, device: Device | None = None) -> float:
         """Seconds from the start of the run to ``mark``. Call after a barrier."""
-        return (device or self.device).seconds_at(mark) - self.device.seconds_at(self.origin)
+        return self.offset_seconds + (device or self.device).seconds_at(mark) - self.device.seconds_at(self.origin)
 
     def resolve_marks(self) -> None:
         """Turns the marks of new events into seconds. Call after a barrier."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from graphrun.errors import OutOfMemory, PlanError
 from graphrun.graph.graph import Graph
 from graphrun.model.plan import Drop, Plan
 from graphrun.model.problem import Problem
+from graphrun.model.simulation import SlotReport
 from graphrun.model.solution import Solution
 from graphrun.modules.build import on_host
 from graphrun.modules.source_files import commits_of
@@ -103,6 +104,7 @@ class Session:
         self._setting = Setting(solution.chosen, plan, host, device, slowdowns, replan, handed_out)
         _refuse_drop(plan, host)
         self._begun = False
+        self._ahead: Run | None = None  # the next run, whose first slot is done
         self._baseline_bytes = self._allocated_bytes
 
     @property
@@ -120,43 +122,77 @@ class Session:
         """Whether the next run finds what an earlier one left."""
         return self._begun
 
+    @property
+    def loaded_ahead(self) -> bool:
+        """Whether the next run finds what `load_ahead` loaded."""
+        return self._ahead is not None
+
     @on_host()
-    def run(self, work: Work | Stages, progress: Progress | None = None) -> Trace:
-        """One run. Raises PlanError when the plan is for one run and this is not the first."""
-        problem, plan, host, device = self._setting.problem, self._setting.plan, self._setting.host, self._setting.device
-        if self._begun and not plan.again:
-            raise PlanError("the plan is for one run: plan a session (runs above 1), or close this session and open a new one")
-        if not self._begun:
-            self._baseline_bytes = self._allocated_bytes
-            host.match_layout(problem)
-            host.prepare({use.component for phase in problem.phases for use in phase.uses})
-        reports = self._simulation.again if self._begun else self._simulation.slots
-        now = replace(plan, slots=plan.again) if self._begun else plan
-        run = Run(self._setting, now, [(report.peak_bytes, *report.helper_peaks) for report in reports], progress)
-        self._begun = True
+    def load_ahead(self) -> None:
+        """Performs the first slot of the next run, if that is a first run and the slot loads, before the run has its inputs.
+
+        Raises as `run` does; the device is then empty."""
+        if self._begun or self._ahead is not None:
+            return
+        run = self._first()
         try:
-            return run.execute(work, keep=bool(plan.again))
-        except BaseException as error:  # KeyboardInterrupt too must leave the device empty
-            if isinstance(work, Stages):
-                work.leave()
-            self.close()
-            failure = error_to_raise(error, device, run.where)
-            gc.collect()
-            self._release_cached()
-            if (left_bytes := self._allocated_bytes - self._baseline_bytes) > 0:
-                failure.add_note(f"{show_size(left_bytes)} stayed on the device: {leftovers(device, host.modules)}")
-            if isinstance(failure, OutOfMemory):
-                run.annotate(failure)
-                failure.partial = run.finished([stage.name for stage in work.todo]) if isinstance(work, Stages) else None
+            run.load_ahead()
+        except BaseException as error:
+            failure = self._emptied(run, error)
             if failure is error:
                 raise
             raise failure from None
+        self._ahead = run
+
+    @on_host()
+    def run(self, work: Work | Stages, progress: Progress | None = None) -> Trace:
+        """One run. Raises PlanError when the plan is for one run and this is not the first."""
+        plan = self._setting.plan
+        if self._begun and not plan.again:
+            raise PlanError("the plan is for one run: plan a session (runs above 1), or close this session and open a new one")
+        again = self._run(replace(plan, slots=plan.again), self._simulation.again) if self._begun else None
+        run = again or self._ahead or self._first()
+        self._begun, self._ahead, run.progress = True, None, progress
+        try:
+            return run.execute(work, keep=bool(plan.again))
+        except BaseException as error:  # KeyboardInterrupt too must leave the device empty
+            failure = self._emptied(run, error, work if isinstance(work, Stages) else None)
+            if failure is error:
+                raise
+            raise failure from None
+
+    def _first(self) -> Run:
+        """A first run, before which the host gets ready."""
+        problem, host = self._setting.problem, self._setting.host
+        self._baseline_bytes = self._allocated_bytes
+        host.match_layout(problem)
+        host.prepare({use.component for phase in problem.phases for use in phase.uses})
+        return self._run(self._setting.plan, self._simulation.slots)
+
+    def _run(self, plan: Plan, reports: Sequence[SlotReport]) -> Run:
+        return Run(self._setting, plan, [(report.peak_bytes, *report.helper_peaks) for report in reports], None)
+
+    def _emptied(self, run: Run, error: BaseException, work: Stages | None = None) -> BaseException:
+        """Leaves the device empty after ``error`` in ``run``, and returns what the caller gets."""
+        device, modules = self._setting.device, self._setting.host.modules
+        if work is not None:
+            work.leave()
+        self.close()
+        failure = error_to_raise(error, device, run.where)
+        gc.collect()
+        self._release_cached()
+        if (left_bytes := self._allocated_bytes - self._baseline_bytes) > 0:
+            failure.add_note(f"{show_size(left_bytes)} stayed on the device: {leftovers(device, modules)}")
+        if isinstance(failure, OutOfMemory):
+            run.annotate(failure)
+            failure.partial = run.finished([stage.name for stage in work.todo]) if work is not None else None
+        return failure
 
     def close(self) -> None:
         """Evicts all weights from the device and drops the backing stores that the plan has read."""
         self._setting.host.evict()
         self._setting.host.finish()
-        self._begun = False
+        self._begun, self._ahead = False, None
         self._release_cached()
 
     def _release_cached(self) -> None:

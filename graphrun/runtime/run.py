@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -84,12 +84,13 @@ class Run:
 
     def __init__(self, setting: Setting, plan: Plan, peaks: Sequence[Sequence[int]], progress: Progress | None) -> None:
         self._setting, self._device, self._host = setting, setting.device, setting.host
-        self._peaks, self._progress = peaks, progress
+        self._peaks, self.progress = peaks, progress
         self._recorder = EventRecorder(self._device)
         self._values = Values(self._device, None)
         self._measured: set[str] = set()  # quantized components whose size was measured
         self._slots: list[SlotTrace] = []
         self._open: OpenSlot | None = None
+        self._closed = False  # whether that is closed
         self._follow(setting.problem, plan)
         self._cached_bytes = setting.host.cached_bytes  # on the device since an earlier phase or run
         self._before = self._tiers()  # bytes by memory tier
@@ -111,18 +112,8 @@ class Run:
         ``keep``: weights stay on the device, and backing stores in RAM, as a session needs it. Raises BrokenPlan when the run
         deviates from the plan, or leaves bytes allocated that it should have freed."""
         device, host, setting = self._device, self._host, self._setting
-        # Tensors of other code, such as the caller's, are allocated on the device too. The reserve, which is not part of
-        # `effective_bytes`, is for them.
-        foreign_bytes = min(self._problem.reserve_bytes, self._before["device"]) + host.outside_bytes
-        with contextlib.ExitStack() as stack:
-            for helper, of in zip(device.helpers, self._problem.helpers, strict=False):
-                stack.enter_context(helper.session(of.effective_bytes))
-            stack.enter_context(device.session(self._problem.effective_bytes + foreign_bytes))
-            stack.enter_context(torch.no_grad())
+        with self._on_devices():
             try:
-                for each in reversed(device.every):
-                    each.barrier()
-                self._recorder.origin = device.mark("compute")
                 self._interceptor: CallInterceptor | None = CallInterceptor(
                     host.modules,
                     device.torch_device,
@@ -159,6 +150,36 @@ class Run:
             if tier.left_bytes and not keep:
                 raise BrokenPlan(f"{show_size(tier.left_bytes)} stayed in {tier.name} on the host")
         return self._trace(self._slots, outputs=outputs, tiers=found, sources=host.sources)
+
+    def load_ahead(self) -> None:
+        """Performs the first slot, if that loads, before the run has its inputs; `execute` goes on behind it."""
+        with self._on_devices():
+            try:
+                self._advance(self._cursor.ahead())
+                self._close()
+            except BaseException:
+                self._at_failure = [(each.peak_bytes, each.available_bytes) for each in self._device.every]
+                raise
+            finally:
+                self._release()
+
+    @contextlib.contextmanager
+    def _on_devices(self) -> Iterator[None]:
+        """The devices within the plan's budgets, and the clock of the trace, which goes on behind the slots that are done."""
+        device = self._device
+        # Tensors of other code, such as the caller's, are allocated on the device too. The reserve, which is not part of
+        # `effective_bytes`, is for them.
+        foreign_bytes = min(self._problem.reserve_bytes, self._before["device"]) + self._host.outside_bytes
+        with contextlib.ExitStack() as stack:
+            for helper, of in zip(device.helpers, self._problem.helpers, strict=False):
+                stack.enter_context(helper.session(of.effective_bytes))
+            stack.enter_context(device.session(self._problem.effective_bytes + foreign_bytes))
+            stack.enter_context(torch.no_grad())
+            for each in reversed(device.every):
+                each.barrier()
+            self._recorder.origin = device.mark("compute")
+            self._recorder.offset_seconds = self._slots[-1].end_seconds if self._slots else 0.0
+            yield
 
     def finished(self, todo: Sequence[str]) -> Trace:
         """Trace of the stages that a failed run has finished: those not in ``todo``."""
@@ -299,18 +320,20 @@ class Run:
             slot = self._plan.slots[index]
             if self._open is not None and slot.phase != self._open.slot.phase:
                 self._clear_memos()
+            self._closed = False
             self._open = OpenSlot(index, slot, self._problem, self._host.residencies, self._recorder, self._values)
             self._report_progress()
             self._open.open()
 
     def _close(self) -> None:
-        if self._open is not None:
+        if self._open is not None and not self._closed:
             closed = self._open.close()
+            self._closed = True
             self._slots.append(replace(closed, peak_bytes=max(0, closed.peak_bytes - self._cached_bytes)))
 
     def _report_progress(self) -> None:
-        if self._progress is not None and self._open is not None:
-            self._progress(self._open.index, self._open.calls, self._open.slot.calls)
+        if self.progress is not None and self._open is not None:
+            self.progress(self._open.index, self._open.calls, self._open.slot.calls)
 
     def _release(self) -> None:
         """Waits for copies under way, removes hooks and frees rings, also after a failure."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +87,7 @@ def _planned(graph: Any, asked: dict[str, Any], settings: Settings) -> PlannedSh
 
 
 def _placed(graph: Any, asked: dict[str, Any], settings: Settings, cluster: Cluster) -> PlannedShape:
-    """On a cluster runs that go together are a stream: the devices work at once. A device loads when its first value arrives."""
+    """On a cluster runs that go together are a stream: the devices work at once."""
     from graphrun.cluster.place import place
     from graphrun.cluster.stream import finish_seconds
 
@@ -95,9 +95,8 @@ def _placed(graph: Any, asked: dict[str, Any], settings: Settings, cluster: Clus
         raise InputError("graphs have the devices of a cluster in turn, not in shares")
     budgets = {**settings.budgets, "inputs": asked["inputs"], "cache": settings.cache}
     placement = place(graph, cluster, items=api.RUNS, gains=False, **budgets).placement
-    assignments = tuple(replace(of, column=replace(of.column, ahead_seconds=0.0)) for of in placement.assignments)
-    most = max(MOST_TOGETHER, settings.bounds.pictures)
-    cold, warm = (tuple(finish_seconds(replace(placement, assignments=assignments), most, warm=warm)) for warm in (False, True))
+    assignments, most = placement.assignments, max(MOST_TOGETHER, settings.bounds.pictures)
+    cold, warm = (tuple(finish_seconds(placement, most, warm=warm)) for warm in (False, True))
     verdict = (
         f"fits: {placement.items_per_second:.3g} a second, one by itself takes {show_seconds(warm[0])}, "
         f"on {sum(len(of.devices) for of in assignments)} of {len(cluster.devices)} devices"

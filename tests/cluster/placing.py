@@ -19,6 +19,7 @@ from graphrun.cluster.machines import Cluster, Device, Host, Link
 from graphrun.cluster.placement import Assignment, Placement, column_of
 from graphrun.cluster.stream import with_figures
 from graphrun.cluster.worker import LostValue, Report, Worker
+from graphrun.model.problem import Hardware
 from graphrun.profile.hardware_profiles import hardware
 
 GRAPH = Path(__file__).parent.parent.parent / "graphs" / "flux-tiny.yaml"
@@ -33,12 +34,10 @@ def requests(count: int) -> list[dict[str, Any]]:
     return [{"prompt": f"prompt {number}", "seed": number} for number in range(count)]
 
 
-def cluster_of(count: int = 3, rate: float = 1e9, **more: Any) -> Cluster:
+def cluster_of(count: int = 3, rate: float = 1e9, card: Hardware | None = None, **more: Any) -> Cluster:
     """``count`` simulated devices, the last on a host of its own, linked at ``rate`` bytes per second."""
-    devices = [
-        Device("a" if number < count - 1 else "b", number, hardware("sim", None), 6 << 20, f"sim:{number}")
-        for number in range(count)
-    ]
+    card = card or hardware("sim", None)
+    devices = [Device("a" if number < count - 1 else "b", number, card, 6 << 20, f"sim:{number}") for number in range(count)]
     hosts = [Host(name, 8 << 30, None, tuple(of for of in devices if of.host == name)) for name in "ab"]
     return Cluster(tuple(hosts), (Link(("a", "b"), rate, 1e-4),), **more)
 
@@ -58,7 +57,7 @@ def placed(
     stages, assignments, free = tuple(stage.name for stage in graph.stages), [], iter(cluster.devices)
     for count, own in zip(counts, held, strict=True):
         devices = [next(free) for _ in range(count)]
-        budget = {**BUDGET, "vram": [TOGETHER] * count} if count > 1 else BUDGET
+        budget = {**BUDGET, "vram": [TOGETHER if count > 1 else BUDGET["vram"]] * count, "hardware": devices[0].hardware}
         problem = graphrun.estimate(graph, inputs=SMALL, cache=cache, runs=items, **budget)
         solution = graphrun.plan(segment_of(graph, problem, own, items)[1], cache=cache)
         assignments.append(Assignment(devices[0], column_of(stages, problem.values, solution), tuple(devices[1:])))
@@ -71,9 +70,19 @@ class Here:
     def __init__(self, graph: Any, placement: Placement, before: Callable[[Here, int], None] | None = None) -> None:
         self.kept: dict[int, bytes] = {}
         self.ran: list[int] = []
+        self.ahead: list[int] = []
         self._before, self._done = before, dict[int, Report]()
         pairs = zip(segments_of(graph, placement), placement.assignments, strict=True)
         self.workers = [Worker(segment, of.name) for segment, of in pairs]
+
+    def load_ahead(self, worker: int) -> int:
+        self.ahead.append(worker)
+        return self.answer(self.workers[worker].load_ahead())
+
+    def answer(self, report: Report) -> int:
+        """A ticket for ``report``."""
+        self._done[ticket := self._keep(b"")] = report
+        return ticket
 
     def begin(self, worker: int, inputs: Mapping[str, Any], values: Sequence[int]) -> int:
         self.ran.append(worker)
@@ -119,6 +128,10 @@ class Losing:
     def __init__(self, seed: int, share: float) -> None:
         self._chance, self._share = random.Random(seed), share
         self._kept, self._reports, self._number = set[int](), dict[int, Report](), 0
+
+    def load_ahead(self, worker: int) -> int:
+        self._reports[ticket := self.keep({})] = Report()
+        return ticket
 
     def begin(self, worker: int, inputs: Mapping[str, Any], values: Sequence[int]) -> int:
         lost = tuple(number for number, value in enumerate(values) if value not in self._kept)

@@ -19,8 +19,10 @@ from graphrun.batch.watch import LeftOut, Watcher
 from graphrun.cluster import files
 from graphrun.cluster.flow import LOSSES
 from graphrun.cluster.placement import Placement
+from graphrun.cluster.worker import Report
 from graphrun.errors import BrokenPlan, InputError, PlanError
 from graphrun.model.splits import computing_on
+from graphrun.profile.hardware_profiles import hardware
 from graphrun.report.lanes import lanes_in, lanes_json, lanes_page
 from graphrun.report.outputs import save_outputs
 from graphrun.runtime.devices.open import open_device
@@ -70,6 +72,33 @@ def test_items_have_the_bits_of_one_device_in_order_at_the_planned_time(
     ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
     assert max(ends) <= 1e6 * batch.seconds + 1e-6  # of microseconds; the products round differently
     assert {event["pid"] for event in events} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("items", [1, 3])
+def test_a_device_that_waits_for_values_loads_meanwhile(
+    flux: Any, crew: Any, single: Any, cached_dry_runs: Path, items: int
+) -> None:
+    """What it loads is the first slot of its plan. With nothing loaded ahead, an item takes longer than planned."""
+    card = replace(hardware("sim", None), h2d_bytes_per_second=2e8)
+    slow = placed(flux, items, cached_dry_runs, cluster=cluster_of(card=card))
+    here, late = crew(slow), crew(slow)
+    batch = ran_by(flux, slow, here, REQUESTS[:items])
+    assert here.ahead == [1, 2]
+    assert batch.seconds == pytest.approx(slow.seconds, rel=0.01)
+    late.load_ahead = lambda _: late.answer(Report())
+    behind = ran_by(flux, slow, late, REQUESTS[:items])
+    encode, denoise, _ = (of.column for of in slow.assignments)
+    assert behind.seconds > batch.seconds + 0.9 * min(encode.cold_seconds, denoise.ahead_seconds)
+    assert pictures(batch) == pictures(behind) == single[:items]
+    for lane, other in zip(batch.lanes, behind.lanes, strict=True):
+        assert lane.trace is not None
+        assert other.trace is not None
+        for one, another in zip(lane.trace.slots, other.trace.slots, strict=True):
+            assert (one.phase, one.part, one.moved_bytes) == (another.phase, another.part, another.moved_bytes)
+            assert one.peak_bytes <= another.peak_bytes, "without values, or as before"
+        starts = [slot.start_seconds for slot in lane.trace.slots]
+        assert starts == sorted(starts)
+        assert lane.start_seconds >= 0
 
 
 def test_two_devices_of_a_host_hold_stages_together(

@@ -91,6 +91,36 @@ def test_a_run_that_fails_ends_the_session_and_the_next_is_a_first_one(case: Cas
     assert torch.equal(again.outputs["x"], case.expected)
 
 
+def test_the_first_slot_may_be_performed_ahead_and_an_error_in_it_empties_the_device(case: Case) -> None:
+    with Session(solution_of(case.problem, case.plan), case.host, case.device) as session:
+        whole = session.run(case.work)
+        session.close()
+        session.load_ahead()
+        loaded = case.device.allocated_bytes
+        assert session.loaded_ahead
+        assert loaded > 0
+        session.load_ahead()
+        assert case.device.allocated_bytes == loaded, "once"
+        ahead = session.run(case.work)
+        session.load_ahead()
+        assert not session.loaded_ahead, "a further run finds what the first one left"
+        further = session.run(case.work)
+        session.close()
+        assert case.device.allocated_bytes == case.device.arenas.nbytes("arenas") == 0
+        case.device.machine.fail_copy = 2
+        with pytest.raises(TransferFailed):
+            session.load_ahead()
+        assert case.device.allocated_bytes == case.device.arenas.nbytes("arenas") == 0
+        after = session.run(case.work)
+    for trace in (ahead, after):
+        assert [(of.phase, of.part, of.moved_bytes) for of in trace.slots] == [
+            (of.phase, of.part, of.moved_bytes) for of in whole.slots
+        ]
+        assert torch.equal(trace.outputs["x"], case.expected)
+        assert [of.start_seconds for of in trace.slots] == sorted(of.start_seconds for of in trace.slots)
+    assert further.moved_bytes < ahead.moved_bytes
+
+
 def test_a_plan_for_one_run_is_not_run_twice_in_a_session(case: Case) -> None:
     single = replace(case.problem, runs=1)
     text = TEXT.split("again")[0].replace("evict b all", "evict a remainder[0] wide[0,2]\n      evict b all")
