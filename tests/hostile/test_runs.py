@@ -147,6 +147,16 @@ def test_names_of_a_plan_are_no_code(make_problem: Callable[..., Any]) -> None:
         assert [text for text in incoherent(forged) if "is no name" in text]
 
 
+def test_a_trace_returns_what_its_call_allocates_once(make_problem: Callable[..., Any]) -> None:
+    problem = make_problem("flux-tiny", 6 * 2**20)
+    first, *others = problem.phases
+    call, *more = first.trace.calls
+    for results in ((*call.results, 1 << 40), (*call.results, *call.results)):
+        trace = replace(first.trace, calls=(replace(call, results=results), *more))
+        forged = replace(problem, phases=(replace(first, trace=trace), *others))
+        assert [text for text in incoherent(forged) if "has results that it does not allocate once" in text]
+
+
 NOISE = [Image.effect_noise((16, 16), 20.0 + n).convert("RGB") for n in range(3)]
 
 
