@@ -75,6 +75,13 @@ def test_live_ranges_never_overlap_and_reserved_covers_what_is_live(seed: int) -
             allocator.allocate(key, live[key])
         if rng.random() < 0.05:
             allocator.trim()
+        if live:
+            again = rng.choice(list(live))
+            before, place = [allocator.state(small) for small in (True, False)], allocator.place(again)
+            allocator.release(again)
+            allocator.allocate_at(again, allocator.is_small(live[again]), place)
+            assert [allocator.state(small) for small in (True, False)] == before
+            assert allocator.place(again) == place
         for pool in (allocator._small, allocator._large):
             ranges = sorted((offset, offset + size) for p, (offset, size) in allocator._live.values() if p is pool)
             assert all(end <= begin for (_, end), (begin, _) in zip(ranges, ranges[1:], strict=False))
