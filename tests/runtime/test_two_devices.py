@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from campaign import sampled
-from whole_pipelines import GRAPHS, pixels, plain_image
+from whole_pipelines import GRAPHS, TinyPipeline, pixels, plain_image
 
 import graphrun
+from graphrun.errors import OutOfMemory, TransferFailed
 from graphrun.graph.graph import Graph
 from graphrun.model.allocator import LARGE_PAGE_BYTES
+from graphrun.model.choices import apply_choices
 from graphrun.model.problem import ComponentNumbers, Problem
 from graphrun.model.splits import crossings, helpers_for
 from graphrun.modules.build import build
 from graphrun.report.summary import broken_caps
 from graphrun.runtime.devices.open import open_device
+from graphrun.runtime.host import Host
 from graphrun.runtime.recovery import execute
 from graphrun.session import Session
+from graphrun.trace import Trace
 
 SMALL = {"seed": 3, "steps": 2, "height": 64, "width": 64}
 PIPELINES = ("flux-tiny", "wan-tiny", "sdxl-tiny", "hidream-tiny")
@@ -145,6 +150,87 @@ def crossed(chosen: Problem) -> list[int]:
             found[0] += use.calls * to
             found[helper] += use.calls * back
     return found
+
+
+class Faulty:
+    """One denoising step of a pipeline on a small picture over two devices, of which neither holds the largest component; run again
+    and again with one fault each."""
+
+    def __init__(self, name: str) -> None:
+        self.whole = TinyPipeline(name, {"steps": 1, "height": 32, "width": 32})
+        largest = max(self.whole.problem.components, key=lambda component: component.weight_bytes())
+        vram = [largest.weight_bytes() * 3 // 4, largest.weight_bytes() * 3 // 5]
+        options = {"inputs": self.whole.inputs, "vram": vram, "ram": "8G", "hardware": "sim", "keep": [largest.name]}
+        self.problem = graphrun.estimate(self.whole.graph, **options)
+        solution = graphrun.plan(self.problem)
+        self.plan = solution.plan
+        assert self.plan.splits
+        self.whole.device = self.device = open_device(self.problem)
+        self.whole.host = Host.of_graph(self.whole.graph, solution.chosen, self.device, self.whole.modules)
+        before = [each.machine.allocations for each in self.device.every]
+        self.succeeds()
+        self.allocations = [each.machine.allocations - at for each, at in zip(self.device.every, before, strict=True)]
+        gc.freeze()  # each failed run collects garbage, and the pipeline was imported only now
+
+    def run(self) -> Trace:
+        return self.whole.run(self.problem, self.plan)
+
+    def succeeds(self) -> None:
+        assert np.array_equal(pixels(self.run().outputs["image"]), self.whole.image)
+
+    def fails_clean(self, number: int, fault: str, at: int) -> bool:
+        """Whether the run had so many allocations or copies on the device ``number`` that one failed. Nothing is left then."""
+        setattr(self.device.every[number].machine, fault, at)
+        told = None
+        try:
+            self.run()
+        except (OutOfMemory, TransferFailed) as error:
+            told = str(error), getattr(error, "helper", number)
+        if told is None:
+            return False
+        assert "injected fault" in told[0]
+        assert told[1] == number
+        assert [each.allocated_bytes for each in self.device.every] == [0, 0]
+        assert all(of.device.type == "cpu" for module in self.whole.modules.values() for of in module.state_dict().values())
+        return True
+
+
+@pytest.fixture(scope="module")
+def faulty() -> Faulty:
+    return Faulty("flux-tiny")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("which", sampled([(1, 150), *((n, 10) for n in range(1, 11))], [(1, 150)], "faults"), ids=str)
+def test_every_allocation_on_either_device_may_fail(faulty: Faulty, which: tuple[int, int], number: int) -> None:
+    """A tenth of them in each test."""
+    first, step = which
+    assert faulty.allocations[number] > 400
+    for at in range(first, faulty.allocations[number] + 1, step):
+        assert faulty.fails_clean(number, "fail_allocation", at)
+    faulty.succeeds()
+
+
+@pytest.mark.sweep("faults")
+@pytest.mark.parametrize("name", ["flux-tiny", "sdxl-tiny"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_every_copy_to_or_from_either_device_may_fail(name: str, number: int, faulty: Faulty) -> None:
+    """Also those from one to the other, which both count."""
+    of = faulty if name == "flux-tiny" else Faulty(name)
+    machine = of.device.every[number].machine
+    before = machine.copies_in + machine.copies_out
+    of.succeeds()
+    copies = machine.copies_in + machine.copies_out - before
+    assert copies
+    at, chosen = 1, apply_choices(of.problem, of.plan)
+    while of.fails_clean(number, "fail_copy", at):
+        at += 1
+    machine.fail_copy = None
+    uses = [use for phase in chosen.phases for use in phase.uses]
+    split = [hop for use in uses for hop in crossings(use, chosen.component(use.component)).values()]
+    assert at > copies + sum(len(hop.to) + len(hop.back) for hop in split) > copies
+    of.succeeds()
 
 
 def test_an_encoder_that_returns_what_every_block_does_is_not_split() -> None:

@@ -4,7 +4,8 @@
 
 Files are problems as `Problem.to_json` writes them. Stage orders and options are enumerated. Variants, backing stores, spills,
 blocks of every slot and both runs of a session are one model. Bytes are counted in allocations of 512, times in 1e-9 of the time to
-copy and compute everything once per call.
+copy and compute everything once per call. On further devices ("helpers") lie whole components, or blocks in a row of the largest
+one whose blocks may: a bool per block and helper.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Run:
     def __init__(self, model: Model, name: str, first: Run | None) -> None:
         self.of, self.name, self.first = model, name, first
         self.slots = model.slots
-        self.held: dict[tuple[int, int, int, int], tuple[Any, Any]] = {}  # c, m, k, t -> K, d
+        self.held: dict[tuple[int, int, int, int, int], tuple[Any, Any]] = {}  # c, m, k, helper, t -> K, d
         self.backing_stores: dict[tuple[int, int, int], Any] = {}
         self.reads: dict[tuple[int, int, int], Any] = {}
         self.spills = {gap: self.yes(f"spill {gap}") for gap in model.gaps}
@@ -47,32 +48,32 @@ class Run:
     def blocks(self) -> None:
         """K and d of every block group, the transitions between slots, and directives."""
         sat, last = self.of.sat, len(self.slots) - 1
-        for c, m, k, nb in self.of.groups():
-            variant, y = self.of.variant(c, m), self.of.chosen[c, m]
+        for c, m, k, nb, at in self.of.groups():
+            variant = self.of.variant(c, m)
             for t in range(len(self.slots)):
-                present, loaded = self.number(nb, f"K {c} {m} {k} {t}"), self.number(nb, f"d {c} {m} {k} {t}")
-                self.held[c, m, k, t] = present, loaded
-                sat.add(present + loaded <= nb * y)
+                present, loaded = self.number(nb, f"K {c} {m} {k} {at} {t}"), self.number(nb, f"d {c} {m} {k} {at} {t}")
+                self.held[c, m, k, at, t] = present, loaded
+                sat.add(present + loaded <= self.of.count(c, m, k, at))
                 if t:
-                    before = sum(self.held[c, m, k, t - 1])
+                    before = sum(self.held[c, m, k, at, t - 1])
                     sat.add(present <= before) if variant["movable"] else sat.add(present == before)
-                self.demands(c, m, k, t, nb)
-            begin, end = self.held[c, m, k, 0][0], sum(self.held[c, m, k, last])
+                self.demands(c, m, k, at, t)
+            begin, end = self.held[c, m, k, at, 0][0], sum(self.held[c, m, k, at, last])
             if self.first is None:
                 sat.add(begin == 0)
             else:
-                for left in (sum(self.first.held[c, m, k, last]), end):
+                for left in (sum(self.first.held[c, m, k, at, last]), end):
                     sat.add(begin <= left) if variant["movable"] else sat.add(begin == left)
 
-    def demands(self, c: int, m: int, k: int, t: int, nb: int) -> None:
-        sat, y, demanded = self.of.sat, self.of.chosen[c, m], self.of.demanded(c)
-        present, loaded = self.held[c, m, k, t]
+    def demands(self, c: int, m: int, k: int, at: int, t: int) -> None:
+        sat, every, demanded = self.of.sat, self.of.count(c, m, k, at), self.of.demanded(c)
+        present, loaded = self.held[c, m, k, at, t]
         used = self.of.calls(t, c, k)
         number, part = self.slots[t]
         if "keep" in demanded and any(self.of.calls(earlier, c, k) for earlier in range(t)):
-            sat.add(present == nb * y)
+            sat.add(present == every)
         if demanded & {"keep", "whole"} and used:
-            sat.add(present + loaded == nb * y)
+            sat.add(present + loaded == every)
         if "exclude" in demanded and self.of.components[c]["groups"][k]["streamable"]:
             sat.add(present + loaded == 0)
         if "drop" in demanded:
@@ -110,34 +111,40 @@ class Run:
         """Seconds of the slot: the longest of compute, copies and reads."""
         of, sat, (number, part) = self.of, self.of.sat, self.slots[t]
         most = of.horizon
-        busy = {c for c, m, k, nb in of.groups() if of.calls(t, c, k)}
-        copies, reads, moved, single_buffered, bytes_held, rings = [], [], {}, {}, [], {}
-        for c, m, k, nb in of.groups():
-            variant, y, n = of.variant(c, m), of.chosen[c, m], of.calls(t, c, k)
-            present, loaded = self.held[c, m, k, t]
-            streamable = of.components[c]["groups"][k]["streamable"] and variant["streamable"] and variant["movable"]
+        busy = {c for c, m, k, nb, at in of.groups() if of.calls(t, c, k)}
+        copies_to: list[list[Any]] = [[] for _ in range(1 + len(of.helpers))]
+        on: list[list[Any]] = [[] for _ in range(1 + len(of.helpers))]
+        copies, bytes_held = copies_to[0], on[0]
+        reads, moved, single_buffered, rings = [], {}, {}, {}
+        for c, m, k, nb, at in of.groups():
+            variant, every, n = of.variant(c, m), of.count(c, m, k, at), of.calls(t, c, k)
+            present, loaded = self.held[c, m, k, at, t]
+            streamable = of.components[c]["groups"][k]["streamable"] and variant["streamable"] and variant["movable"] and not at
             x = loaded
             if part == "steady" and c in busy:
                 sat.add(loaded == 0)
             if n and not streamable:
-                sat.add(present == nb * y)
+                sat.add(present == every)
                 x = 0
             elif n:
                 streamed = self.yes(f"streamed {c} {m} {k} {t}")
-                sat.add(nb * y - present - loaded <= nb * streamed)
+                sat.add(every - present - loaded <= nb * streamed)
                 single = self.yes(f"single-buffered {c} {m} {k} {t}")
                 rings.setdefault((c, m), []).append((variant["block_bytes"][k], streamed, single))
                 single_buffered[c, m, k] = single
-                x = (n if part == "steady" else 1) * (nb * y - present)
+                x = (n if part == "steady" else 1) * (every - present)
             if c in of.used:
                 sat.add(x <= max(1, n) * nb * self.backing_stores[c, m, t])
-            moved[c, m, k] = x
-            copies.append(of.units(variant["load_seconds"][k]) * x)
+            if not at:
+                moved[c, m, k] = x
+            copies_to[at].append(of.units(of.there(c, m, at)["load_seconds"][k]) * x)
             if variant["backing_store"] == "disk":
                 reads.append(of.units(variant["disk_seconds"][k]) * x)
-            bytes_held.append(up(variant["block_bytes"][k]) * (present + loaded))
+            on[at].append(up(variant["block_bytes"][k]) * (present + loaded))
         bytes_held += [self.ring(t, c, m, blocks) for (c, m), blocks in rings.items()]
         self.budgets(t, bytes_held)
+        for helper in range(1, len(on)):
+            self.helper_budget(t, helper, on[helper])
         own = [
             self.own(t, c, k, moved, single_buffered, most) for c in sorted(busy) for k in range(len(of.components[c]["groups"]))
         ]
@@ -145,6 +152,7 @@ class Run:
             if of.variant(c, m)["device"] == "cpu":
                 for k, blocks in enumerate(of.components[c]["groups"]):
                     own.append(of.units(of.calls(t, c, k) * len(blocks["blocks"]) * of.seconds(t, c, m, k)) * of.chosen[c, m])
+        own += [each for helper in range(1, len(on)) for each in self.away(t, helper)]
         hardware = of.problem["hardware"]
         for (v, begin, end), gone in self.spills.items():
             nbytes = of.problem["values"][v]["nbytes"]
@@ -158,7 +166,7 @@ class Run:
                 each = of.variant(c, m)["read_seconds"]
                 reads.append(of.units(sum(n * s for n, s in zip(counts, each, strict=True))) * read)
         seconds = self.number(most, f"D {t}")
-        for channel in (own, copies, reads):
+        for channel in (own, reads, *copies_to):
             sat.add(seconds >= sum(channel))
         return seconds
 
@@ -173,15 +181,55 @@ class Run:
             return 0
         nb = len(of.components[c]["groups"][k]["blocks"])
         longest = self.number(most, f"E {t} {c} {k}")
-        of.sat.add(longest >= sum(of.units(n * nb * of.seconds(t, c, m, k)) * of.chosen[c, m] for m, _ in variants))
+        compute = sum(of.units(n * nb * of.seconds(t, c, m, k)) * of.chosen[c, m] for m, _ in variants)
+        fewer = sum(of.units(n * of.seconds(t, c, m, k, alone=True)) * of.elsewhere(c, m, k) for m, _ in variants)
+        of.sat.add(longest >= compute - fewer)
+        variants = [(m, variant) for m, variant in variants if (c, m, k) in moved]
         of.sat.add(longest >= sum(of.units(variant["load_seconds"][k]) * moved[c, m, k] for m, variant in variants))
         for m, variant in variants:
             if (c, m, k) in single_buffered:
                 each = of.units(n * nb * of.seconds(t, c, m, k))
-                of.sat.add(longest >= of.units(variant["load_seconds"][k]) * moved[c, m, k] + each * single_buffered[c, m, k])
+                alone = of.units(n * of.seconds(t, c, m, k, alone=True)) * of.elsewhere(c, m, k)
+                of.sat.add(
+                    longest >= of.units(variant["load_seconds"][k]) * moved[c, m, k] + each * single_buffered[c, m, k] - alone
+                )
         reads = [(m, variant["disk_seconds"][k]) for m, variant in variants if variant["backing_store"] == "disk"]
         of.sat.add(longest >= sum(of.units(seconds) * moved[c, m, k] for m, seconds in reads))
         return longest
+
+    def away(self, t: int, helper: int) -> list[Any]:
+        """Seconds of blocks of a split component on ``helper``, and of what crosses to it and back."""
+        of, (number, part), found = self.of, self.slots[t], []
+        for c, m in of.chosen if part != "load" else ():
+            if (use := of.use(number, c)) is None:
+                continue
+            calls = {"first": min(use["calls"], 1), "steady": use["calls"] - 1}[part]
+            if of.variant(c, m)["device"] == f"device{helper}":
+                found.append(of.units(calls * sum(of.crossing_seconds(helper, use["crossing"]))) * of.chosen[c, m])
+            for (k, _), here in zip(of.blocks_of(c), of.blocks_on.get((c, m, helper), ()), strict=False):
+                found.append(of.units(of.calls(t, c, k) * of.seconds(t, c, m, k, alone=True, helper=helper)) * here)
+            for to, back, nbytes in of.crossings(c, m, helper, use):
+                seconds = of.crossing_seconds(helper, (nbytes, nbytes))
+                found += [of.units(calls * each) * crosses for each, crosses in zip(seconds, (to, back), strict=True)]
+        return found
+
+    def helper_budget(self, t: int, helper: int, held: list[Any]) -> None:
+        """The budget of ``helper``: weights, and of what computes there activation as traced, scratch, and what crosses to it."""
+        of, sat, (number, part) = self.of, self.of.sat, self.slots[t]
+        phase, effective = of.phases[number], effective_bytes(of.helpers[helper - 1])
+        sat.add(UNIT * sum(held) <= effective)
+        activation = {"load": 0, "first": phase["first_bytes"], "steady": phase["steady_bytes"]}[part]
+        for c, m in of.chosen if part != "load" else ():
+            if (use := of.use(number, c)) is None:
+                continue
+            nbytes = activation + of.variant(c, m)["scratch_bytes"]
+            if of.variant(c, m)["device"] == f"device{helper}":
+                sat.add(UNIT * sum(held) + (nbytes + use["crossing"][0]) * of.chosen[c, m] <= effective)
+            for b, here in enumerate(of.blocks_on.get((c, m, helper), ()), 1):
+                got = [
+                    up(n) for n, _, users, given in use["live_tensors"] if b in users or (given and any(0 < u < b for u in users))
+                ]
+                sat.add(UNIT * sum(held) + (nbytes + UNIT * sum(got)) * here <= effective)
 
     def ring(self, t: int, c: int, m: int, blocks: list[tuple[int, Any, Any]]) -> Any:
         """Size of the ring: the largest streamed block, and a second block of every group that is not single-buffered."""
@@ -200,11 +248,12 @@ class Run:
         variants = [
             (m, of.variant(c, m), of.chosen[c, m]) for use in phase["uses"] for c, m in of.chosen if of.name(c) == use["component"]
         ]
-        on_cpu, glue = self.yes(f"cpu {t}"), min(activation, phase["glue_bytes"])
-        off = [y for _, variant, y in variants if variant["device"] != "cpu"]
-        for y in off:
-            sat.add(on_cpu + y <= 1)
-        sat.add(sum(off) >= 1 - on_cpu) if variants else sat.add(on_cpu == 0)
+        on_cpu, off_device, glue = self.yes(f"cpu {t}"), self.yes(f"not here {t}"), min(activation, phase["glue_bytes"])
+        for flag, devices in ((on_cpu, lambda device: device != "cpu"), (off_device, lambda device: device == "device")):
+            off = [y for _, variant, y in variants if devices(variant["device"])]
+            for y in off:
+                sat.add(flag + y <= 1)
+            sat.add(sum(off) >= 1 - flag) if variants else sat.add(flag == 0)
         scratches = [variant["scratch_bytes"] * y for _, variant, y in variants] if part != "load" else []
         away, host = [], []
         for (v, begin, end), gone in self.spills.items():
@@ -214,10 +263,10 @@ class Run:
                 host += [values[v]["nbytes"] * gone] if number < end or comes else []
         fixed = phase["live_in_bytes"] + sum(value["nbytes"] for v, value in enumerate(values) if number in of.lives[v])
         for scratch in scratches or [0]:
-            every = activation * (1 - on_cpu) + glue * on_cpu + scratch + fixed - sum(away)
+            every = activation * (1 - off_device) + glue * off_device + scratch + fixed - sum(away)
             ceiling = sum(variant["scratch_bytes"] for _, variant, _ in variants)
-            sat.add(UNIT * sum(bytes_held) + every <= of.effective + ceiling * on_cpu)
-        sat.add(UNIT * sum(bytes_held) + activation * (1 - on_cpu) + glue * on_cpu + fixed - sum(away) <= of.effective)
+            sat.add(UNIT * sum(bytes_held) + every <= of.effective + ceiling * off_device)
+        sat.add(UNIT * sum(bytes_held) + activation * (1 - off_device) + glue * off_device + fixed - sum(away) <= of.effective)
         locked = []
         for (c, m, at), backing_store in self.backing_stores.items():
             if at == t:
@@ -234,7 +283,7 @@ class Model:
 
     def __init__(self, problem: dict[str, Any], order: list[str], phases: list[dict[str, Any]], horizon: float) -> None:
         self.problem, self.order, self.phases = problem, order, phases
-        self.components = problem["components"]
+        self.components, self.helpers = problem["components"], problem.get("helpers", [])
         self.sat = cp_model.CpModel()
         self.unit = horizon / 1e9
         self.horizon = 2 * 10**9
@@ -248,6 +297,9 @@ class Model:
             usable = [m for m, variant in enumerate(component["variants"]) if self.usable(c, variant)]
             self.chosen |= {(c, m): self.sat.new_bool_var(f"y {c} {m}") for m in usable}
             self.sat.add_exactly_one([self.chosen[c, m] for m in usable])
+        self.blocks_on: dict[tuple[int, int, int], list[Any]] = {}  # c, m, helper -> per block in call order, whether it is there
+        for c, m in list(self.chosen):
+            self.split(c, m)
         if problem["disk_bytes"] is not None:
             stored = (self.variant(c, m)["stored_bytes"] * y for (c, m), y in self.chosen.items() if c in self.used)
             self.sat.add(sum(stored) <= problem["disk_bytes"])
@@ -278,14 +330,90 @@ class Model:
             and not (demanded & {"keep", "whole"} and variant["device"] == "cpu" and c in self.used)
         )
 
-    def groups(self) -> list[tuple[int, int, int, int]]:
-        """(component, variant, group, blocks in it) of all variants that compute on the device."""
-        return [
-            (c, m, k, len(blocks["blocks"]))
-            for c, m in self.chosen
-            if self.variant(c, m)["device"] != "cpu"
-            for k, blocks in enumerate(self.components[c]["groups"])
+    def split(self, c: int, m: int) -> None:
+        """Bools of the blocks of variant m that lie on helpers, an interval on each; only of the largest component of which every
+        use says what passes between blocks."""
+        uses = [use for phase in self.phases for use in phase["uses"]]
+        able = [
+            n for n in range(len(self.components)) if all(u.get("live_tensors") for u in uses if u["component"] == self.name(n))
         ]
+        largest = max(able, key=self.weight_bytes, default=-1)
+        if c != largest or self.variant(c, m)["device"] != "device" or self.demanded(c) & {"exclude", "drop"}:
+            return
+        for helper in range(1, 1 + len(self.helpers)):
+            if self.there(c, m, helper) is None:
+                continue
+            on = [self.sat.new_bool_var(f"on {c} {m} {helper} {b}") for b in range(len(self.blocks_of(c)))]
+            begins = [self.sat.new_bool_var(f"begins {c} {m} {helper} {b}") for b in range(len(on))]
+            for before, here, begin in zip([0, *on], on, begins, strict=False):
+                self.sat.add(here - before <= begin)
+                self.sat.add(here <= self.chosen[c, m])
+            self.sat.add(sum(begins) <= 1)
+            self.blocks_on[c, m, helper] = on
+        every = [on for (of, at, _), on in self.blocks_on.items() if (of, at) == (c, m)]
+        for each in zip(*every, strict=True):
+            self.sat.add(sum(each) <= 1)
+
+    def weight_bytes(self, c: int) -> int:
+        groups, sizes = self.components[c]["groups"], self.variant(c, 0)["block_bytes"]
+        return sum(len(of["blocks"]) * nbytes for of, nbytes in zip(groups, sizes, strict=True))
+
+    def blocks_of(self, c: int) -> list[tuple[int, int]]:
+        """(group, block) in call order, without the remainder."""
+        groups = enumerate(self.components[c]["groups"])
+        return [(k, i) for k, of in groups if "" not in of["blocks"] for i in range(len(of["blocks"]))]
+
+    def there(self, c: int, m: int, helper: int) -> dict[str, Any] | None:
+        """Variant m on ``helper``; None where there is none, or its blocks cannot be there. 0: variant m itself."""
+        here = self.variant(c, m)
+        if not helper or here["device"] == f"device{helper}":
+            return here
+        if here["device"] != "device" or here["backing_store"] == "disk":
+            return None
+        wanted = (here["precision"], here["backing_store"], f"device{helper}")
+        return next(
+            (v for v in self.components[c]["variants"] if (v["precision"], v["backing_store"], v["device"]) == wanted), None
+        )
+
+    def elsewhere(self, c: int, m: int, k: int, helper: int = 0) -> Any:
+        """Blocks of the group on ``helper``, or on any."""
+        own = [(at, on) for (of, which, at), on in self.blocks_on.items() if (of, which) == (c, m) and helper in (0, at)]
+        return sum(here for _, on in own for (group, _), here in zip(self.blocks_of(c), on, strict=True) if group == k)
+
+    def count(self, c: int, m: int, k: int, at: int) -> Any:
+        """Blocks of the group at ``at``, a helper or the device of the variant (0), if the variant is chosen."""
+        if at and self.variant(c, m)["device"] == "device":
+            return self.elsewhere(c, m, k, at)
+        return len(self.components[c]["groups"][k]["blocks"]) * self.chosen[c, m] - self.elsewhere(c, m, k)
+
+    def crossing_seconds(self, helper: int, nbytes: Any) -> tuple[float, float]:
+        one, other = self.problem["hardware"], self.helpers[helper - 1]["hardware"]
+        ways = ((nbytes[0], one, other), (nbytes[1], other, one))
+        found = [n and a["copy_start_seconds"] + n / min(a["d2h_bytes_per_second"], b["h2d_bytes_per_second"]) for n, a, b in ways]
+        return found[0], found[1]
+
+    def crossings(self, c: int, m: int, helper: int, use: dict[str, Any]) -> list[tuple[Any, Any, int]]:
+        """For each tensor that passes: whether it crosses to ``helper``, and back; and its bytes."""
+        on, found = [0, *self.blocks_on.get((c, m, helper), ())], []
+        for n, (nbytes, maker, users, _) in enumerate(use["live_tensors"] if len(on) > 1 else ()):
+            to, back = (self.sat.new_bool_var(f"{way} {c} {m} {helper} {n}") for way in ("to", "back"))
+            for user in users:
+                self.sat.add(to >= on[user] - on[maker])
+                self.sat.add(back >= on[maker] - on[user])
+            found.append((to, back, nbytes))
+        return found
+
+    def groups(self) -> list[tuple[int, int, int, int, int]]:
+        """(component, variant, group, blocks in it, helper) of all variants that do not compute on the CPU, and of their blocks
+        that may lie on helpers."""
+        found = []
+        for c, m in self.chosen:
+            device = self.variant(c, m)["device"]
+            helpers = [int(device.removeprefix("device") or 0)] if device != "cpu" else []
+            for k, blocks in enumerate(self.components[c]["groups"]):
+                more = [at for of, which, at in self.blocks_on if (of, which) == (c, m) and "" not in blocks["blocks"]]
+                found += [(c, m, k, len(blocks["blocks"]), at) for at in (*helpers, *more)]
+        return found
 
     def use(self, number: int, c: int) -> dict[str, Any] | None:
         return next((use for use in self.phases[number]["uses"] if use["component"] == self.name(c)), None)
@@ -296,11 +424,15 @@ class Model:
         total = use["group_calls"][k] if use else 0
         return int({"load": 0, "first": min(total, 1), "steady": max(total - 1, 0)}[part])
 
-    def seconds(self, t: int, c: int, m: int, k: int) -> float:
-        use, variant = self.use(self.slots[t][0], c), self.variant(c, m)
-        if use is None:
+    def seconds(self, t: int, c: int, m: int, k: int, *, alone: bool = False, helper: int = 0) -> float:
+        """Of one block of the group in one call; ``alone``: without the compute of other code that its copies overlap."""
+        use, variant = self.use(self.slots[t][0], c), self.there(c, m, helper)
+        if use is None or variant is None:
             return 0.0
-        return float(variant["slowdown"] * use["seconds"][k] + (variant["block_seconds"][k] if variant["block_seconds"] else 0.0))
+        seconds = use["seconds"][k]
+        if alone and use["order"]:
+            seconds = sum(each for of, _, each in use["order"] if of == k) / len(self.components[c]["groups"][k]["blocks"])
+        return float(variant["slowdown"] * seconds + (variant["block_seconds"][k] if variant["block_seconds"] else 0.0))
 
     def living(self, value: dict[str, Any]) -> list[int]:
         position = {stage: number for number, stage in enumerate(self.order)}
@@ -327,9 +459,10 @@ def parts(phase: dict[str, Any]) -> list[str]:
 
 
 def effective_bytes(problem: dict[str, Any]) -> int:
+    """Of a problem, or of a helper."""
     hardware = problem["hardware"]
     budget = min(problem["budget_bytes"], hardware["capacity_bytes"])
-    return int(budget - hardware["context_bytes"] - hardware["workspace_bytes"] - problem["reserve_bytes"])
+    return max(0, int(budget - hardware["context_bytes"] - hardware["workspace_bytes"] - problem.get("reserve_bytes", 0)))
 
 
 def models(problem: dict[str, Any]) -> list[tuple[list[str], list[dict[str, Any]]]]:

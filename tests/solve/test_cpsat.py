@@ -70,6 +70,20 @@ def test_real_graphs_with_backing_stores_and_precisions(tmp_path: Path) -> None:
         agrees(of, found[name])
 
 
+TWO_CARDS = ((8, 8, 10), (8, 6, 2), (6, 12, 1), (8, 1, 10))  # GiB of each, runs
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", sampled(TWO_CARDS, TWO_CARDS[1:2], "cpsat"), ids=str)
+def test_a_real_graph_over_two_cards(case: tuple[int, int, int], tmp_path: Path) -> None:
+    """CP-SAT says of every block where it lies, the solver how many of each segment are elsewhere."""
+    gib, on_helper, runs = case
+    of = real("flux-dev-two-cards", gib)
+    of = replace(of, helpers=(replace(of.helpers[0], budget_bytes=on_helper * 2**30),), runs=runs)
+    assert bool(solve(of).plan.splits) == (on_helper > 1)
+    agrees(of, least({"it": of}, tmp_path)["it"])
+
+
 @pytest.mark.long
 def test_a_session_of_a_real_graph(tmp_path: Path) -> None:
     problems = {str(gib): replace(real("sdxl", gib), runs=4) for gib in (12, 24)}
