@@ -169,7 +169,7 @@ def group_layers(module: nn.Module, calls: Sequence[Call], routed: Collection[st
     called = [path for path in spans if path not in outside and not path.startswith(without)]
     read = {name.split(".")[0] for call in calls for name in call.touched}
     shared = _paths_with_tied_tensors(module)
-    idle = [path for path in layer_paths(module) if path.split(".")[0] not in read and path not in shared]
+    idle = [path for path in layer_paths(module) if path.split(".")[0] not in read and path not in shared and path not in spans]
     layouts = lay_out(module, [*called, *idle], split_layers=True)
     groups: dict[object, list[str]] = defaultdict(list)
     for path in (*called, *idle):

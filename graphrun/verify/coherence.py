@@ -6,6 +6,7 @@ A problem from a dry run always does; one from a plan file may say anything.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -130,7 +131,7 @@ def _phase(phase: PhaseNumbers, components: dict[str, ComponentNumbers]) -> Iter
 def _trace(phase: str, trace: PhaseTrace, components: dict[str, ComponentNumbers]) -> Iterator[str]:
     """Calls are of components, and release what they allocated; sizes are sizes."""
     for call in trace.calls:
-        live = set[int]()
+        live, once = set[int](), Counter(key for key, nbytes in call.events if nbytes)
         for key, nbytes in call.events:
             if not 0 <= nbytes <= _MOST or (key in live) == bool(nbytes):
                 yield f"{phase}: the trace of {call.component} allocates or releases {key} with {nbytes} bytes"
@@ -138,6 +139,9 @@ def _trace(phase: str, trace: PhaseTrace, components: dict[str, ComponentNumbers
             live ^= {key}
         if call.component not in components or live - set(call.kept):
             yield f"{phase}: the trace of {call.component} is of no component, or does not release what it allocates"
+            return
+        if len({*call.results}) < len(call.results) or any(once[key] != 1 or key in call.kept for key in call.results):
+            yield f"{phase}: the trace of {call.component} has results that it does not allocate once, or keeps"
             return
     for key, nbytes in (*trace.prelude, *trace.first, *trace.steady):
         if not (0 <= key < len(trace.calls) if nbytes == CALL else 0 <= nbytes <= _MOST):

@@ -65,6 +65,17 @@ class Edits(Own):
         return ImagePipelineOutput(images=made.permute(0, 2, 3, 1).cpu().numpy())
 
 
+class Either(Edits):
+    """Like Cosmos it takes a picture or a video before the prompt, one of the two."""
+
+    def __call__(  # type: ignore[override]
+        self, image: Any = None, video: Any = None, prompt: Any = None, num_inference_steps: int = 2, generator: Any = None
+    ) -> Any:
+        if (image is None) == (video is None):
+            raise ValueError("one of image and video")
+        return super().__call__(image or video[0], prompt, num_inference_steps, generator)
+
+
 def own(kind: type[Own] = Own, **more: Any) -> Any:
     sizes = {"encoder_block_out_channels": (8, 8), "decoder_block_out_channels": (8, 8), "latent_channels": 3}
     vae = diffusers.AutoencoderTiny(**sizes, num_encoder_blocks=(1, 1), num_decoder_blocks=(1, 1))
@@ -92,6 +103,11 @@ def test_a_picture_before_the_prompt_is_optional_where_the_call_runs_without_one
     ]
     entered = [[phase.name.partition(":")[2] for phase in problem.phases] for problem in problems]
     assert entered == [["unet", "vae"], ["vae", "unet", "vae"]]
+
+
+def test_of_two_media_before_the_prompt_one_is_taken_where_the_call_takes_one() -> None:
+    inputs = graphrun.from_pipeline(own(Either)).graph.inputs
+    assert (inputs["image"].required, "video" in inputs) == (True, False)
 
 
 def test_a_prompt_that_is_set_is_the_text_of_the_trial(tmp_path: Path) -> None:

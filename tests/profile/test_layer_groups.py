@@ -107,3 +107,23 @@ def test_an_empty_remainder_is_in_no_call_even_if_it_has_a_name_of_a_tied_tensor
 
 def _names(model: nn.Module, path: str, blocks: set[str]) -> set[str]:
     return {name for entry in lay_out(model, sorted(blocks), split_layers=True)[path].entries for name in entry.names}
+
+
+def test_a_layer_that_is_called_and_read_by_none_since_it_computes_its_buffer_anew_is_one_block() -> None:
+    class Rope(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("frequencies", torch.ones(64), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.frequencies = torch.arange(64, device=x.device, dtype=torch.float32)
+            return x * self.frequencies
+
+    with torch.device("meta"):
+        model = nn.ModuleDict({"rope": Rope(), "linear": nn.Linear(64, 64)})
+        model.forward = lambda x: model["linear"](model["rope"](x))  # type: ignore[method-assign]
+    prober = Prober({"model": model})
+    with sim.Machine(), prober.interceptor:
+        model(torch.zeros(4, 64, device=sim.device))
+    groups = group_layers(model, [call for call, _ in prober._traces.values()])
+    assert [path for group in groups for path in group.blocks].count("rope") == 1
