@@ -302,7 +302,7 @@ def _evict(residencies: Iterable[Residency], device: Device, excess_bytes: int) 
                 return
             if residency.device_of(path).memory != device.memory:
                 continue
-            excess_bytes -= round_up(residency.nbytes(path), ALLOCATION_BYTES)
+            excess_bytes -= residency.held_bytes(path)
             residency.evict(path)
 
 

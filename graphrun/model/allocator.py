@@ -113,6 +113,15 @@ class Pool:
             nbytes += size
         self._add_free(offset, nbytes)
 
+    def take_at(self, offset: int, nbytes: int) -> None:
+        """Allocate a range within a free one, where `take` put an equal one before; no page of it was unmapped since."""
+        begin, size = next((o, n) for o, n in self.free.items() if o <= offset and offset + nbytes <= o + n)
+        self._remove_free(begin)
+        if offset > begin:
+            self._add_free(begin, offset - begin)
+        if offset + nbytes < begin + size:
+            self._add_free(offset + nbytes, begin + size - offset - nbytes)
+
     def trim(self) -> int:
         """Unmap pages that lie entirely in free ranges. Returns the bytes unmapped."""
         before = self.mapped_bytes
@@ -250,6 +259,12 @@ class Caching(_Cached):
         )
         self._pools = [Pool(nbytes) for nbytes in pages]
         super().__init__(self._pools[0], self._pools[1], small_bytes)
+
+    def allocate_at(self, key: int, small: bool, place: tuple[int, ...]) -> None:
+        """Allocate as ``key`` what was released at ``place`` (see `place`)."""
+        pool, (offset, nbytes) = self._pools[not small], place
+        pool.take_at(offset, nbytes)
+        self._live[key] = pool, place
 
     def state(self, small: bool) -> Hashable:
         """Of one of the pools, which know nothing of each other. Equal states answer equal allocations and releases alike."""

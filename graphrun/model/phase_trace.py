@@ -27,11 +27,13 @@ SHORTEST, DISTANCES = 4, 12  # of what repeats: least events, and how many dista
 @dataclass(frozen=True, slots=True)
 class CallTrace:
     """One kind of call into ``component``. Every key is released before the end, except ``kept`` ones, which the component reuses
-    in its further calls and releases when the phase ends."""
+    in its further calls and releases when the phase ends. ``results``: keys of what it returns. These stay where they are: behind
+    the call, the phase allocates tensors of their sizes, in this order, which are the same ones."""
 
     component: str
     events: tuple[Item, ...]
     kept: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

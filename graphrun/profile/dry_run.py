@@ -254,6 +254,7 @@ class Prober:
                 recorder.returns(out)
                 put = {n: content_of(holder) for n, holder in enumerate(holders) if list(map(id, tensors_in(holder))) != held[n]}
                 result = returned(out, given, put, recorder.weights, device)
+                recorder.note_results(tensors_in((out, put)))
                 del out, put, holders, arguments
                 recorder.end(besides=_held_by_hooks(module))
                 kept = recorder.live

@@ -59,7 +59,8 @@ def _call(call: Call, hardware: Hardware) -> CallTrace:
             events.append((key, nbytes))
         elif hardware.convolution_scratch:
             events += [(-number, nbytes - spared_bytes * hardware.spares_large_copies), (-number, 0)]
-    return CallTrace(call.component, tuple(events), tuple(call.kept))
+    results = tuple(key for key in call.results if key not in call.kept)
+    return CallTrace(call.component, tuple(events), tuple(call.kept), results)
 
 
 def traces_of_option(traces: Sequence[PhaseTrace], names: Mapping[int, int]) -> list[PhaseTrace]:

@@ -118,6 +118,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def freed(self, key: int) -> None:
         self.record.events.append(Event(self._beside.pop(key), 0))
 
+    def note_results(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Sets ``record.results``: of ``tensors``, the call's results, those with a storage that it allocated."""
+        found = (self._live.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        self.record.results = [*dict.fromkeys(live[0] for live in found if live is not None)]
+
     def end(self, besides: Iterable[torch.UntypedStorage] = ()) -> None:
         """Sets ``record.kept``. To be called when the call has returned and its results are released: what is still live then is
         kept by the component, apart from ``besides``."""

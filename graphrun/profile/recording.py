@@ -96,7 +96,8 @@ class Call:
     ``loose``: modules inside a block that were called, or of which a tensor was read, while the block did not run.
     ``input_bytes``: bytes of the device tensors among the arguments; ``output_bytes``: among the results. ``kept``: keys of tensors
     that the component keeps after the call and reuses (position tables) or replaces (frames for the next piece) in later calls; of
-    a section, keys of its results. ``hops``: in order, what passes between blocks and other code; at the end, what is returned.
+    a section, keys of its results. ``results``: keys of the results' storages, in their order. ``hops``: in order, what passes
+    between blocks and other code; at the end, what is returned.
     """
 
     component: str = ""
@@ -113,6 +114,7 @@ class Call:
     input_bytes: int = 0
     output_bytes: int = 0
     kept: list[int] = field(default_factory=list)
+    results: list[int] = field(default_factory=list)
     hops: list[Hop] = field(default_factory=list)
 
     def levels(self) -> list[int]:

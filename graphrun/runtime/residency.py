@@ -111,6 +111,8 @@ class Residency:
             own = {path: replace(layout, entries=()) for path, layout in layouts.items()} if self.caller_owned else layouts
             self.backing_store = Arena(own, device, writer, variant.backing_store == "pinned")
         self._blocks = {path: _block(layout) for path, layout in layouts.items()}
+        planned = zip(numbers.groups, variant.block_bytes, strict=True)
+        self._planned_bytes = {path: nbytes for group, nbytes in planned for path in group.blocks}
         self.joined = True  # whether the module has these tensors, and not those of another dtype variant
         self.last_use = 0  # a count of runs: the higher, the later the last run that used it
         self._noted: tuple[int, torch.Tensor] | None = None  # `_contents` at the end of a run
@@ -142,9 +144,13 @@ class Residency:
 
     def loaded_bytes(self, device: Device | None = None) -> int:
         """Bytes of the loaded blocks, on ``device`` or on all."""
-        loaded = ((path, block) for path, block in self._blocks.items() if block.buffer is not None)
-        on = (block for path, block in loaded if device is None or self.device_of(path).memory == device.memory)
-        return sum(round_up(block.nbytes, ALLOCATION_BYTES) for block in on)
+        on = (path for path in self._blocks if device is None or self.device_of(path).memory == device.memory)
+        return sum(map(self.held_bytes, on))
+
+    def held_bytes(self, path: str) -> int:
+        """Bytes that the device buffer of block ``path`` takes; 0 where there is none."""
+        buffer = self._blocks[path].buffer
+        return 0 if buffer is None else round_up(self.device_of(path).storage_of(buffer)[1], ALLOCATION_BYTES)
 
     @property
     def loaded(self) -> tuple[str, ...]:
@@ -248,8 +254,10 @@ class Residency:
         self.backing_store.drop()
 
     def allocate(self, path: str) -> None:
-        """Allocates the device buffer of block ``path``. Its contents are undefined."""
-        self._blocks[path].buffer = self.device_of(path).allocate(self.nbytes(path))
+        """Allocates the device buffer of block ``path``: as many bytes as the plan counts, which are those of the largest block of
+        its group, so that what is allocated later lies where it does in the plan. Its contents are undefined."""
+        nbytes = self.nbytes(path)
+        self._blocks[path].buffer = self.device_of(path).allocate(max(nbytes, self._planned_bytes[path]))[:nbytes]
 
     def load(self, path: str) -> Marks:
         """Queues the copy of block ``path`` into its buffer and binds its tensors to it. Returns marks before and after the copy.

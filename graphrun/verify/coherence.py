@@ -6,6 +6,7 @@ A problem from a dry run always does; one from a plan file may say anything.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -130,7 +131,7 @@ def _phase(phase: PhaseNumbers, components: dict[str, ComponentNumbers]) -> Iter
 def _trace(phase: str, trace: PhaseTrace, components: dict[str, ComponentNumbers]) -> Iterator[str]:
     """Calls are of components, and release what they allocated; sizes are sizes."""
     for call in trace.calls:
-        live = set[int]()
+        live, once = set[int](), Counter(key for key, nbytes in call.events if nbytes)
         for key, nbytes in call.events:
             if not 0 <= nbytes <= _MOST or (key in live) == bool(nbytes):
                 yield f"{phase}: the trace of {call.component} allocates or releases {key} with {nbytes} bytes"
@@ -139,10 +140,26 @@ def _trace(phase: str, trace: PhaseTrace, components: dict[str, ComponentNumbers
         if call.component not in components or live - set(call.kept):
             yield f"{phase}: the trace of {call.component} is of no component, or does not release what it allocates"
             return
+        if len({*call.results}) < len(call.results) or any(once[key] != 1 or key in call.kept for key in call.results):
+            yield f"{phase}: the trace of {call.component} has results that it does not allocate once, or keeps"
+            return
     for key, nbytes in (*trace.prelude, *trace.first, *trace.steady):
         if not (0 <= key < len(trace.calls) if nbytes == CALL else 0 <= nbytes <= _MOST):
             yield f"{phase}: the trace has an item of {nbytes} bytes with key {key}"
             return
+
+
+def _live_tensors(where: str, use: Use, component: ComponentNumbers) -> Iterator[str]:
+    groups = enumerate(component.groups)
+    blocks = [(k, i) for k, group in groups if "" not in group.blocks for i in range(len(group.blocks))]
+    for of in use.live_tensors:
+        users = [*of.users]
+        if not users or users != sorted({*users}) or max(of.maker, *users) > len(blocks):
+            yield f"{where}: live_tensors has one that block {of.maker} makes and blocks {users} get, of {len(blocks)} blocks"
+    if {n for of in use.live_tensors for n in (of.maker, *of.users)} - {0} != {*range(1, len(blocks) + 1)}:
+        yield f"{where}: live_tensors are not of {len(blocks)} blocks"
+    if use.order and [of for of in dict.fromkeys((k, i) for k, i, _ in use.order) if of in blocks] != blocks:
+        yield f"{where}: order has not the {len(blocks)} blocks of live_tensors in a row"
 
 
 def _use(phase: str, use: Use, component: ComponentNumbers) -> Iterator[str]:
@@ -154,11 +171,8 @@ def _use(phase: str, use: Use, component: ComponentNumbers) -> Iterator[str]:
         if length != len(counts) and (length or field in ("group_calls", "seconds")):
             yield f"{where}: {field} has {length} numbers for {len(counts)} block groups"
             return
-    blocks = sum(count for group, count in zip(component.groups, counts, strict=True) if "" not in group.blocks)
-    for row in use.live_tensors:
-        users = [*row.users]
-        if not users or users != sorted({*users}) or max(row.maker, *users) > blocks:
-            yield f"{where}: live_tensors has one that block {row.maker} makes and blocks {users} get, of {blocks} blocks"
+    if use.live_tensors:
+        yield from _live_tensors(where, use, component)
     if use.calls < 1 or any(calls > use.calls for calls in use.group_calls):
         yield f"{where}: {use.calls} calls, and of block groups {list(use.group_calls)}"
     ran = {(k, index) for k, index, _ in use.order}

@@ -63,7 +63,8 @@ class _Replay:
         self._spilled: dict[str, int] = {}  # value -> bytes
         self._filler: int | None = None
         self._events_in: dict[int, tuple[tuple[Item, ...], ...]] = {}  # id of a call's trace -> its events in each pool
-        self._restored = set[tuple[int, Hashable]]()  # (id of events, state) where they leave the pool as it was
+        self._restored: dict[tuple[int, Hashable], dict[int, tuple[int, tuple[int, ...]]]] = {}  # (id of events, state of a pool
+        # that they leave as it was) -> key of each result -> its bytes, and its place
         self._workspace: int | None = None  # the allocator's key of cuBLAS's workspace
         self._last_key = 0
         self._phase: str | None = None
@@ -137,45 +138,57 @@ class _Replay:
             self._filler = self._allocate(missing) if missing > 0 and not self._helper else None
 
     def _items(self, items: Iterable[Item], calls: tuple[CallTrace, ...]) -> None:
+        results: list[int] = []  # of the last call, that nothing has taken over yet
         for key, nbytes in items:
+            if nbytes > 0 and (same := next((of for of in results if self._bytes[of] == nbytes), None)) is not None:
+                results.remove(same)
+                self._live[key] = same
+                continue
+            if nbytes <= 0:
+                for of in results:
+                    self._release(of)
+                results = []
             if nbytes == CALL:
-                self._call(key, calls[key])
+                results = self._call(key, calls[key])
             elif self._helper:
                 continue
             elif nbytes:
                 self._live[key] = self._allocate(nbytes)
             elif key in self._live:
                 self._release(self._live.pop(key))
+        for of in results:
+            self._release(of)
 
-    def _call(self, number: int, call: CallTrace) -> None:
+    def _call(self, number: int, call: CallTrace) -> list[int]:
+        """The allocator's keys of the call's results; of one on a helper, they are gone."""
         if call.component not in self._own:
-            return
+            return []
         arguments = self._allocate(nbytes) if self._helper and (nbytes := self._arguments[call.component]) else None
-        self._events(number, call)
+        results = self._events(number, call)
         if arguments is not None:
             self._release(arguments)
+        for key in results if self._helper else ():
+            self._release(key)
+        return [] if self._helper else results
 
-    def _events(self, number: int, call: CallTrace) -> None:
+    def _events(self, number: int, call: CallTrace) -> list[int]:
         if self._workspace is None and (nbytes := self._hardware.workspace_bytes):
             self._last_key += 1
             self._workspace = self._last_key
             self._bytes[self._workspace] = nbytes
             self._allocator.allocate(self._workspace, nbytes)
         if call.kept:
-            self._kept_events(number, call)
-            return
+            return self._kept_events(number, call)
         if id(call) not in self._events_in:
             sizes = {key: nbytes for key, nbytes in call.events if nbytes}
             small = {key for key, nbytes in sizes.items() if self._allocator.is_small(nbytes)}
             self._events_in[id(call)] = tuple(tuple(item for item in call.events if (item[0] in small) is of) for of in POOLS)
+        results = dict[int, int]()
         for of, events in zip(POOLS, self._events_in[id(call)], strict=True):
-            before = id(events), self._allocator.state(of)
-            if before not in self._restored:
-                self._released_events(events, of)
-                if before[1] == self._allocator.state(of):
-                    self._restored.add(before)
+            results |= self._released_events(events, of, call.results)
+        return [results[key] for key in call.results]
 
-    def _kept_events(self, number: int, call: CallTrace) -> None:
+    def _kept_events(self, number: int, call: CallTrace) -> list[int]:
         own = {key: kept for (of, key), kept in self._kept.items() if of == number}
         already = frozenset(own)
         for key, nbytes in call.events:
@@ -183,21 +196,44 @@ class _Replay:
                 continue
             if nbytes:
                 own[key] = self._allocate(nbytes)
-            elif key not in call.kept:
+            elif key not in call.kept and key not in call.results:
                 self._release(own.pop(key))
+        results = [own.pop(key) for key in call.results]
         self._kept |= {(number, key): kept for key, kept in own.items()}
+        return results
 
-    def _released_events(self, events: tuple[Item, ...], small: bool) -> None:
-        """Events in one pool of a call that keeps nothing. Of what repeats, only as much is replayed as it takes until the pool and
-        the tensors in it are again as before an earlier repetition: the others do the same."""
+    def _released_events(self, events: tuple[Item, ...], small: bool, results: tuple[int, ...]) -> dict[int, int]:
+        """Events in one pool of a call that keeps nothing, but for those of its ``results`` that lie there: the allocator's keys of
+        these are returned. Where the pool was the same before an earlier call, and as before behind it, only its results are
+        placed."""
+        before = id(events), self._allocator.state(small)
+        if (found := self._restored.get(before)) is None:
+            live = self._replayed_events(events, small, results)
+            found = {key: (self._bytes[own], self._allocator.place(own)) for key, own in live.items()}
+            for own in live.values():
+                self._release(own)
+            if before[1] == self._allocator.state(small):
+                self._restored[before] = found
+        placed = dict[int, int]()
+        for key, (nbytes, place) in found.items():
+            self._last_key += 1
+            placed[key] = self._last_key
+            self._bytes[self._last_key] = nbytes
+            self._allocator.allocate_at(self._last_key, small, place)
+        return placed
+
+    def _replayed_events(self, events: tuple[Item, ...], small: bool, results: tuple[int, ...]) -> dict[int, int]:
+        """Replays ``events`` but for releases of ``results``. Of what repeats, only as much is replayed as it takes until the pool
+        and the tensors in it are again as before an earlier repetition: the others do the same."""
         numbers, repeats = repeats_in(events)
         live = dict[int, int]()  # number of the event that allocated -> the allocator's key
 
         def replay(begin: int, end: int) -> None:
             for number in range(begin, end):
-                if nbytes := events[number][1]:
+                key, nbytes = events[number]
+                if nbytes:
                     live[number] = self._allocate(nbytes)
-                else:
+                elif key not in results:
                     self._release(live.pop(numbers[number]))
 
         done = 0
@@ -216,6 +252,7 @@ class _Replay:
                     replay(done, done + repeat.period)
                     done += repeat.period
         replay(done, len(events))
+        return {events[number][0]: key for number, key in live.items()}
 
     def _allocate(self, nbytes: int) -> int:
         self._last_key += 1

@@ -1,8 +1,4 @@
-"""The simulated accelerator counts in pages, as a card does: what the executor reserves is what the plan says.
-
-The dry run releases a call's results and allocates them again, and the run keeps them where they are. That moves others, so a slot
-may reserve up to two pages more or less than planned.
-"""
+"""The simulated accelerator counts in pages, as a card does: what the executor reserves is what the plan says."""
 
 from __future__ import annotations
 
@@ -21,6 +17,7 @@ from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.executor import Session
 from graphrun.runtime.host import Host
 from graphrun.sim import Machine
+from graphrun.solve.pages import smallest_budget
 from graphrun.solve.solve import solve
 from graphrun.units import MIB, round_up
 
@@ -47,7 +44,27 @@ def test_a_run_reserves_what_was_planned(case: tuple[str, int, float]) -> None:
         planned = [slot.peak_bytes for slot in solution.simulation.slots]
         assert max(planned) <= budget
         for slot, peak in zip(trace.slots, planned, strict=True):
-            assert abs(slot.peak_bytes - peak) <= 2 * page_bytes(scale), slot.name
+            assert slot.peak_bytes == peak, slot.name
+
+
+@pytest.mark.sweep("pages")
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [("flux-tiny", 3.27e-4), ("sdxl-tiny", 3.53e-3), ("cogview4-tiny", 3.64e-4), ("wan-tiny", 2.78e-4)],
+)
+def test_no_slot_reserves_more_than_was_planned_whatever_the_budget(name: str, scale: float) -> None:
+    """Where a tensor of a few KiB lies elsewhere than in the replay, the next large one may need pages that no budget has."""
+    whole = TinyPipeline(name, {"steps": 2})
+    ample = problem_of(whole.graph, whole._probed, simulated(scale), Limits(AMPLE, AMPLE), whole.inputs)
+    least, weights = smallest_budget(ample), sum(component.weight_bytes() for component in ample.components)
+    for share in (0.02, 0.2):
+        problem = replace(ample, budget_bytes=least + int(share * weights))
+        solution = solve(problem)
+        whole.device = open_device(problem)
+        whole.host = Host.of_graph(whole.graph, solution.problem, whole.device, whole.modules)
+        trace = whole.run(solution.problem, solution.plan)
+        for slot, planned in zip(trace.slots, solution.simulation.slots, strict=True):
+            assert slot.peak_bytes <= planned.peak_bytes <= problem.budget_bytes, (share, slot.name)
 
 
 @pytest.mark.sweep("pages")
@@ -65,7 +82,7 @@ def test_a_session_reserves_what_was_planned() -> None:
             trace = session.run(stages_for(solution.plan, whole.graph, whole.inputs, device, host))
             planned = solution.simulation.again if run else solution.simulation.slots
             for slot, plan in zip(trace.slots, planned, strict=True):
-                assert abs(slot.peak_bytes - plan.peak_bytes) <= 2 * page_bytes(0.0005), slot.name
+                assert slot.peak_bytes == plan.peak_bytes, slot.name
 
 
 def test_pages_without_tensors_are_returned_before_an_allocation_is_refused() -> None:
