@@ -13,10 +13,11 @@ import pytest
 import torch
 from test_attach_features import FEATURES, output
 from test_attach_pipelines import equal
-from tiny_pipelines import PROMPT, Case, cases, checked_peak_bytes
+from tiny_pipelines import PROMPT, Case, cases
 
 import graphrun
 from graphrun.errors import GraphrunError
+from graphrun.report.summary import broken_caps
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.sim import Machine
 from graphrun.solve.infeasible import Infeasible
@@ -65,16 +66,26 @@ def attached_row(name: str) -> str:
     plain = case.build()
     want = case.call(plain)
     texts = [] if other is None else [(other, other.call(plain))]
+    anew, failed = [False, False], [False, False]
     seen = {"calls": [True, True], "texts": [True, True], "detached": [True, True]}
     for number, budget_bytes in enumerate((AMPLE_BYTES, least_bytes(case))):
         pipe, device = case.build(), SimulatedDevice(Machine())
-        with graphrun.attach(pipe, vram=budget_bytes, device=device) as attached:
+        with suppress(GraphrunError), graphrun.attach(pipe, vram=budget_bytes, device=device) as attached:
+            failed[number] = True
             for own, expected in [(case, want)] * 3 + texts + [(case, want)]:
                 same = equal(own.call(pipe), expected)
                 seen["texts" if own is other else "calls"][number] &= same
-                assert checked_peak_bytes(attached, device) <= budget_bytes
+                assert attached.solution is not None
+                assert attached.trace is not None
+                assert device.allocated_bytes == attached.held_bytes
+                assert broken_caps(attached.solution, attached.trace) == []
+                assert attached.trace.peak_bytes <= budget_bytes
+                anew[number] |= attached.replans != ()
+            failed[number] = False
         seen["detached"][number] = device.allocated_bytes == 0 and type(pipe) is case.kind and equal(case.call(pipe), want)
     calls = ["three calls equal" if same else "differs" for same in seen["calls"]]
+    calls = [f"{cell}, planned anew within one" if again else cell for cell, again in zip(calls, anew, strict=True)]
+    calls = ["fails" if ended else cell for cell, ended in zip(calls, failed, strict=True)]
     text = "-" if other is None else "equal" if all(seen["texts"]) else "differs"
     return f"| {name} | {case.family} | {calls[0]} | {calls[1]} | {text} | {'as it was' if all(seen['detached']) else 'differs'} |"
 
