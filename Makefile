@@ -10,7 +10,7 @@ QUICK  := tests/graph tests/solve tests/report/test_golden.py tests/report/test_
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: run quick test sweep fuzz lint golden cast tables docs wheel clean
+.PHONY: run quick test sweep fuzz lint golden cast tables pipelines docs wheel clean
 
 run: $(STAMP)
 	@mkdir -p out
@@ -49,6 +49,10 @@ wheel: $(STAMP)
 
 tables: $(STAMP)
 	$(BIN)/python benchmarks/graph_table.py
+
+# An hour: the rows of docs/pipelines.md, each from what is seen.
+pipelines: $(STAMP)
+	$(BIN)/python benchmarks/class_tables.py
 
 # The site of docs/ in out/site, from pages that docs/pages.py writes from the code, and those that people write.
 docs: $(STAMP)

@@ -149,6 +149,19 @@ def _trace(phase: str, trace: PhaseTrace, components: dict[str, ComponentNumbers
             return
 
 
+def _live_tensors(where: str, use: Use, component: ComponentNumbers) -> Iterator[str]:
+    groups = enumerate(component.groups)
+    blocks = [(k, i) for k, group in groups if "" not in group.blocks for i in range(len(group.blocks))]
+    for of in use.live_tensors:
+        users = [*of.users]
+        if not users or users != sorted({*users}) or max(of.maker, *users) > len(blocks):
+            yield f"{where}: live_tensors has one that block {of.maker} makes and blocks {users} get, of {len(blocks)} blocks"
+    if {n for of in use.live_tensors for n in (of.maker, *of.users)} - {0} != {*range(1, len(blocks) + 1)}:
+        yield f"{where}: live_tensors are not of {len(blocks)} blocks"
+    if use.order and [of for of in dict.fromkeys((k, i) for k, i, _ in use.order) if of in blocks] != blocks:
+        yield f"{where}: order has not the {len(blocks)} blocks of live_tensors in a row"
+
+
 def _use(phase: str, use: Use, component: ComponentNumbers) -> Iterator[str]:
     where, counts = f"{phase}: {use.component}", [len(group.blocks) for group in component.groups]
     if len(use.crossing) not in (0, 2):
@@ -158,11 +171,8 @@ def _use(phase: str, use: Use, component: ComponentNumbers) -> Iterator[str]:
         if length != len(counts) and (length or field in ("group_calls", "seconds")):
             yield f"{where}: {field} has {length} numbers for {len(counts)} block groups"
             return
-    blocks = sum(count for group, count in zip(component.groups, counts, strict=True) if "" not in group.blocks)
-    for row in use.live_tensors:
-        users = [*row.users]
-        if not users or users != sorted({*users}) or max(row.maker, *users) > blocks:
-            yield f"{where}: live_tensors has one that block {row.maker} makes and blocks {users} get, of {blocks} blocks"
+    if use.live_tensors:
+        yield from _live_tensors(where, use, component)
     if use.calls < 1 or any(calls > use.calls for calls in use.group_calls):
         yield f"{where}: {use.calls} calls, and of block groups {list(use.group_calls)}"
     ran = {(k, index) for k, index, _ in use.order}

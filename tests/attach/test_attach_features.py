@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import diffusers as d
@@ -22,7 +20,6 @@ from graphrun.sim import Machine
 
 CASES = cases()
 STEPS = 4
-DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "pipelines.md"
 Switch = Callable[[Any], object]
 
 
@@ -160,9 +157,3 @@ def test_what_modules_keep_in_private_attributes_is_a_setting() -> None:
     before = state_of(pipe, owned(modules)), settings_of(pipe, owned(modules))
     chunked(pipe)
     assert (state_of(pipe, owned(modules)), settings_of(pipe, owned(modules))) != before
-
-
-def test_every_feature_is_documented() -> None:
-    table = DOCUMENT.read_text().partition("| feature | classes |\n|---|---|\n")[2].partition("\n\n")[0]
-    rows = {name: tuple(classes.split(", ")) for name, classes in re.findall(r"^\| (.+?) \| (.+?) \|$", table, re.MULTILINE)}
-    assert rows == {switch.__name__.replace("_", " "): names for switch, names in FEATURES.items()}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import diffusers as d
@@ -18,7 +16,6 @@ from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.sim import Machine
 
 CASES = cases()
-DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "pipelines.md"
 SHARE = 0.95  # cap as a share of the weights' bytes, so that not all fit at once
 
 
@@ -72,13 +69,6 @@ def test_output_peak_and_baseline(name: str) -> None:
         assert 0 < max(peaks) <= cap_bytes
     assert type(pipe) is case.kind
     assert equal(case.call(pipe), want)
-
-
-def test_every_class_that_is_documented_to_work_is_attached_to() -> None:
-    """The last one is below, the modular ones in `test_attach_modular.py`."""
-    documented = re.findall(r"^\| (\S+) \| [^|]+ \| works \|$", DOCUMENT.read_text(), re.MULTILINE)
-    others = {"FluxModularPipeline", "StableDiffusionXLModularPipeline", "LEditsPPPipelineStableDiffusion"}
-    assert sorted(documented) == sorted({*CASES, *others})
 
 
 def test_equal_calls_are_equal_problems() -> None:

@@ -239,6 +239,29 @@ def test_a_device_with_less_memory_than_planned_plans_again_or_says_so(
         ran_by(flux, pipeline, shrunk(0.001), REQUESTS[:1])
 
 
+def test_a_helper_with_less_memory_than_planned_plans_again(
+    flux: Any, crew: Any, single: Any, cached_dry_runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = placed(flux, 3, cached_dry_runs, (("denoise", "decode"), ("encode",)), together=(2, 1))
+    solution = both.assignments[0].column.solution
+    assert solution is not None
+    peak = max(of.helper_peaks[0] for of in solution.simulation.slots)
+
+    def small(problem: Any) -> Any:
+        device: Any = open_device(problem)
+        for helper in device.helpers:
+            helper.machine.capacity_bytes = peak // 2
+        return device
+
+    monkeypatch.setattr("graphrun.cluster.worker.open_device", small)
+    batch = ran_by(flux, both, crew(both), REQUESTS[:1])
+    assert pictures(batch) == single[:1]
+    traces = [lane.trace for lane in batch.lanes if lane.device == "a/0+a/1" and lane.trace is not None]
+    notes = [note for trace in traces for note in trace.notes]
+    assert notes
+    assert all("planned again" in note for note in notes)
+
+
 def test_devices_that_would_make_different_bits_are_refused(flux: Any, crew: Any, pipeline: Placement) -> None:
     encode, denoise, decode = pipeline.assignments
     solution = denoise.column.solution

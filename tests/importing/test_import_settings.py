@@ -66,12 +66,12 @@ class Edits(Own):
 
 
 class Either(Edits):
-    """Like Cosmos it takes a picture or a video before the prompt, one of the two."""
+    """Like Cosmos it takes a picture or a video before the prompt, and needs one of the two."""
 
     def __call__(  # type: ignore[override]
         self, image: Any = None, video: Any = None, prompt: Any = None, num_inference_steps: int = 2, generator: Any = None
     ) -> Any:
-        if (image is None) == (video is None):
+        if image is None and video is None:
             raise ValueError("one of image and video")
         return super().__call__(image or video[0], prompt, num_inference_steps, generator)
 
@@ -105,9 +105,9 @@ def test_a_picture_before_the_prompt_is_optional_where_the_call_runs_without_one
     assert entered == [["unet", "vae"], ["vae", "unet", "vae"]]
 
 
-def test_of_two_media_before_the_prompt_one_is_taken_where_the_call_takes_one() -> None:
+def test_of_two_media_before_the_prompt_one_is_needed_where_the_call_needs_one() -> None:
     inputs = graphrun.from_pipeline(own(Either)).graph.inputs
-    assert (inputs["image"].required, "video" in inputs) == (True, False)
+    assert (inputs["image"].required, inputs["video"].required) == (True, False)
 
 
 def test_a_prompt_that_is_set_is_the_text_of_the_trial(tmp_path: Path) -> None:

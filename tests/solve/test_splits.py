@@ -24,6 +24,7 @@ from graphrun.solve.orders import stage_choices
 from graphrun.solve.search import choose
 from graphrun.solve.solve import solve
 from graphrun.verify.check import check
+from graphrun.verify.coherence import incoherent
 
 SEEDS = 500
 BLOCKS = [range(start, start + 10) for start in range(0, SEEDS, 10)]
@@ -238,3 +239,21 @@ def test_the_interval_of_a_plan_is_checked() -> None:
             apply_choices(of, wrong)
     less = replace(of, helpers=(replace(of.helpers[0], budget_bytes=2048),))
     assert "helper" in {violation.rule for violation in check(less, replace(plan, problem=less.digest))}
+
+
+def test_live_tensors_of_other_blocks_are_refused() -> None:
+    of = transformer()
+    (phase,) = of.phases
+    (use,) = phase.uses
+    live = use.live_tensors
+    assert not list(incoherent(of))
+    forged = (
+        (replace(use, live_tensors=(*live, LiveTensor(512, 12, (0,)))), "one that block 12 makes and blocks [0] get, of 11 blocks"),
+        (replace(use, live_tensors=(*live, LiveTensor(512, 0, (3, 2)))), "blocks [3, 2] get"),
+        (replace(use, live_tensors=(*live, LiveTensor(512, 3, ()))), "blocks [] get"),
+        (replace(use, live_tensors=live[:5]), "live_tensors are not of 11 blocks"),
+        (replace(use, order=((0, 0, 0.25), (1, 1, 1.0), (1, 0, 1.0))), "order has not the 11 blocks of live_tensors in a row"),
+    )
+    for other, message in forged:
+        told = list(incoherent(replace(of, phases=(replace(phase, uses=(other,)),))))
+        assert any(message in text for text in told), (message, told)

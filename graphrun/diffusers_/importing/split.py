@@ -78,11 +78,11 @@ def lay_out(trial: TrialPipeline, sets: Mapping[str, Any], *, whole: bool = Fals
     except ProbeError as error:
         if not hasattr(vae := trial.meta_modules.get("vae"), "enable_tiling"):
             raise
-        set_tiling(vae, True)
-        trial.tiled = True
         try:
+            set_tiling(vae, True)
+            trial.tiled = True
             find_arguments(trial, plain, sizes, literals)
-        except ProbeError:
+        except (ProbeError, NotImplementedError):  # the latter of a VAE that has the method alone
             raise error from None
     plain = set_inputs(kind, parameters, plain_inputs(kind, pipeline, trial.fingerprint.call_locals | given), sets)
     arguments = find_arguments(trial, plain, sizes, literals)

@@ -198,8 +198,8 @@ def find_arguments(
         )
     optional = [name for name in candidates if name not in (*needed, *first)]
     choices = [needed] if first else []
-    choices += _media_choices([*needed, *first], optional)
     choices += [[*needed, name] for name in first] if len(first) > 1 else []  # a picture or a video, not both
+    choices += _media_choices([*needed, *first], optional)
     failed: ProbeError | None = None
     furthest = -1
     lists = (value for value in trial.found.settings.values() if isinstance(value, list))

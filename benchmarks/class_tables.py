@@ -1,0 +1,60 @@
+"""The tables of pipeline classes in docs/pipelines.md: imported, attached, and features switched while attached.
+
+make pipelines                                   an hour on two cores; writes the rows of docs/pipelines.md
+python benchmarks/class_tables.py features       one table: imports, attached or features
+
+Each row is what was seen, by the functions that `make sweep` compares the document with.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / part) for part in ("attach", "importing", "sweep"))]
+
+import class_rows  # noqa: E402
+import test_import_table  # noqa: E402
+
+
+def imports() -> Iterator[str]:
+    for name in test_import_table.rows():
+        with tempfile.TemporaryDirectory() as folder:
+            yield test_import_table.row_of(name, Path(folder))
+
+
+def attached() -> Iterator[str]:
+    yield from map(class_rows.attached_row, sorted(class_rows.CASES))
+
+
+def features() -> Iterator[str]:
+    yield from map(class_rows.feature_row, class_rows.SWITCHES)
+
+
+TABLES: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
+    "imports": (test_import_table.HEAD, imports),
+    "attached": (class_rows.HEADS["attached"], attached),
+    "features": (class_rows.HEADS["features"], features),
+}
+
+
+def printed(row: str) -> str:
+    print(row, flush=True)
+    return row
+
+
+def main() -> None:
+    if unknown := set(sys.argv[1:]) - TABLES.keys():
+        sys.exit(f"there is no table {min(unknown)}; there are: {', '.join(TABLES)}")
+    for name in sys.argv[1:] or TABLES:
+        head, rows = TABLES[name]
+        class_rows.write(head, [printed(row) for row in rows()])
+
+
+if __name__ == "__main__":
+    main()
