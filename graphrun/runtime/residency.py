@@ -226,6 +226,11 @@ class Residency:
         """Bytes of block ``path``, including alignment."""
         return self._blocks[path].nbytes
 
+    def buffer_bytes(self, path: str) -> int:
+        """Bytes of the device buffer of block ``path``: as many as the plan counts, which are those of the largest block of its
+        group, so that what is allocated later lies where it does in the plan."""
+        return max(self.nbytes(path), self._planned_bytes[path])
+
     def prepare_reads(self) -> None:
         """Allocates the backing store, unless it is there already, and prepares the read of every block into it.
 
@@ -254,10 +259,8 @@ class Residency:
         self.backing_store.drop()
 
     def allocate(self, path: str) -> None:
-        """Allocates the device buffer of block ``path``: as many bytes as the plan counts, which are those of the largest block of
-        its group, so that what is allocated later lies where it does in the plan. Its contents are undefined."""
-        nbytes = self.nbytes(path)
-        self._blocks[path].buffer = self.device_of(path).allocate(max(nbytes, self._planned_bytes[path]))[:nbytes]
+        """Allocates the device buffer of block ``path``, of `buffer_bytes`. Its contents are undefined."""
+        self._blocks[path].buffer = self.device_of(path).allocate(self.buffer_bytes(path))[: self.nbytes(path)]
 
     def load(self, path: str) -> Marks:
         """Queues the copy of block ``path`` into its buffer and binds its tensors to it. Returns marks before and after the copy.

@@ -128,7 +128,7 @@ def test_s1_2_release_returns_the_device_to_its_baseline(encoder: Encoder) -> No
 def test_s1_2_a_second_owner_of_a_weights_bytes_is_named_with_them(encoder: Encoder) -> None:
     layer = encoder.module.encoder.block[1].layer[0].SelfAttention.q
     hook = layer.register_forward_hook(lambda module, args, out: setattr(module, "kept", module.weight.detach()))
-    nbytes = round_up(encoder.host.residencies["te"].nbytes("encoder.block.1"), ALLOCATION_BYTES)
+    nbytes = round_up(encoder.host.residencies["te"].buffer_bytes("encoder.block.1"), ALLOCATION_BYTES)
     try:
         with pytest.raises(BrokenPlan, match="stayed on the device after the run") as caught:
             encoder.run()
@@ -141,7 +141,7 @@ def test_s1_2_a_second_owner_of_a_weights_bytes_is_named_with_them(encoder: Enco
 
 
 def test_s1_3_aliases_are_counted_once_and_go_together(encoder: Encoder) -> None:
-    loaded = sum(round_up(encoder.host.residencies["te"].nbytes(path), ALLOCATION_BYTES) for path in encoder.paths)
+    loaded = sum(round_up(encoder.host.residencies["te"].buffer_bytes(path), ALLOCATION_BYTES) for path in encoder.paths)
     trace = encoder.run()
     assert trace.slots[0].peak_bytes == loaded + TOKENS_BYTES
     linear = encoder.plain.encoder.block[0].layer[0].SelfAttention.q.weight
