@@ -53,10 +53,21 @@ def another(case: Case) -> Case | None:
     return replace(case, arguments=lambda: {**case.arguments(), "prompt": OTHER})
 
 
+def put_on(device: SimulatedDevice) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Copies a tensor among a call's arguments to ``device``, where a caller has it."""
+
+    def put(tensor: torch.Tensor) -> torch.Tensor:
+        with device.machine:
+            return tensor.to("sim")
+
+    return put
+
+
 def least_bytes(case: Case) -> int:
     """The least budget of ``case``, as the refusal of a smaller one says it."""
-    with graphrun.attach(pipe := case.build(), vram="1K", device="sim"), pytest.raises(Infeasible) as refused:
-        case.call(pipe)
+    device = SimulatedDevice(Machine())
+    with graphrun.attach(pipe := case.build(), vram="1K", device=device), pytest.raises(Infeasible) as refused:
+        case.call(pipe, put_on(device))
     return int(refused.value.smallest_budget_bytes)
 
 
@@ -73,7 +84,7 @@ def attached_row(name: str) -> str:
         with suppress(GraphrunError), graphrun.attach(pipe, vram=budget_bytes, device=device) as attached:
             failed[number] = True
             for own, expected in [(case, want)] * 3 + texts + [(case, want)]:
-                same = equal(own.call(pipe), expected)
+                same = equal(own.call(pipe, put_on(device)), expected)
                 seen["texts" if own is other else "calls"][number] &= same
                 assert attached.solution is not None
                 assert attached.trace is not None
