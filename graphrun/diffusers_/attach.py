@@ -43,7 +43,6 @@ from graphrun.diffusers_.live import (
     pipelines_in,
     settings_of,
     state_of,
-    tensor_attributes,
 )
 from graphrun.diffusers_.proxy import PipelineProxy, dtype_of_to, remove_interceptors
 from graphrun.diffusers_.residence import Leftovers, LiveHost, device_bytes
@@ -386,7 +385,6 @@ class Attachment:
         replan = _Replan(self, planned.entry_signatures, reserve_bytes)
 
         leftovers = Leftovers(self.pipe, self._modules, modules, torch_device)
-        tensors = tensor_attributes(self.pipe)
 
         def work() -> dict[str, Any]:
             caches = torch.is_autocast_cache_enabled()
@@ -408,16 +406,13 @@ class Attachment:
         finally:
             host.rest(used)
         self._settings = settings_of(self.pipe, leftovers.found)  # what the call itself changed is no change
-        if (known := tensor_attributes(self.pipe)) != tensors:  # but what it remembers, the next one need not compute
-            self._stored_state = ([self._stored_state], sorted(known))
-            self._forget_calls()
         if begins and not replan.entries:
             self._continued_from_here(planned.solution)  # for the next call of this kind, which then plans nothing
         self.solution, self.replans = solution, tuple(replan.entries)
         self.trace = _without_caller_bytes(trace, reserve_bytes + beside_bytes, handed_out(trace.outputs))
         if replan.entries and key.without_texts not in self._text_dependent:
             self._text_dependent.add(key.without_texts)
-            self._dry_runs.pop(key.without_reserve, None)
+            del self._dry_runs[key.without_reserve]
         return trace.outputs["result"]
 
     def _continued_from_here(self, solution: Solution) -> Solution:

@@ -171,12 +171,6 @@ def settings_of(program: Any, found: Iterable[Owned]) -> State:
     return content
 
 
-def tensor_attributes(pipe: Any) -> set[tuple[str, str]]:
-    """The attributes of ``pipe`` and of pipelines inside it that are tensors: what a call keeps for further calls, as Marigold does
-    with the embedding of an empty text."""
-    return {(path, key) for path, of in pipelines_in(pipe).items() for key, value in vars(of).items() if torch.is_tensor(value)}
-
-
 def _modules(attributes: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
     for name, value in attributes.items():
         if isinstance(value, nn.Module):
