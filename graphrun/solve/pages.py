@@ -1,10 +1,13 @@
 """Plans within a budget counted as the device's allocator reserves memory: in pages, not in bytes of tensors.
 
     fastest -> replay -> over the budget? -> fastest, with what pages took beyond tensors set aside in the slots concerned -> ...
+                                             four times; then fastest within 15/16, 7/8, 3/4 of the budget
 
 The program counts bytes of tensors. Where the replay of its plan reserves more than the budget in a slot, what it reserves beyond
 the bytes of tensors is set aside in that slot, and the problem is solved again. A plan found so keeps to the budget with less in
-that slot, so what is set aside only grows. The bound on seconds stays that of the program without it.
+that slot, so what is set aside only grows. Pages that were reserved earlier in a phase stay, though, whatever is set aside later
+in it: where four rounds come to no plan, one for less memory is one for more. The bound on seconds stays that of the program with
+nothing set aside.
 """
 
 from __future__ import annotations
@@ -14,15 +17,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 
-from graphrun.model.allocator import LARGE_PAGE_BYTES
 from graphrun.model.problem import PhaseNumbers, Problem
 from graphrun.model.solution import Solution
 from graphrun.solve.fastest import Found, as_split, fastest, find, find_near
 from graphrun.solve.least import has_usable_variants, smallest_tensor_budget, with_ample_host
-from graphrun.units import round_up
 from graphrun.verify.solution import checked_solution, in_pages
 
-ROUNDS = 6  # in the last two, whole pages are set aside
+ROUNDS = 4
+SHARES = (1 / 16, 1 / 8, 1 / 4)  # of the budget, left free
 
 Reserve = Mapping[tuple[str, str], int]  # (phase, part) -> bytes
 
@@ -30,11 +32,11 @@ Reserve = Mapping[tuple[str, str], int]  # (phase, part) -> bytes
 def solved(problem: Problem) -> Solution | None:
     """The fastest plan within the budgets that was found, None where nothing fits. As `fastest`, with peaks in pages on a device
     that reserves these."""
-    if (found := _within_pages(problem)) is not None or not problem.counts_pages or fastest(problem) is None:
+    if (found := _within_pages(problem)) is not None or not problem.counts_pages or (ideal := fastest(problem)) is None:
         return found
     least = _least(_unlimited(problem))
     return (
-        carried_over(problem, least, least.bound_seconds)
+        carried_over(problem, least, ideal.bound_seconds)
         if least is not None and _peak_bytes(least) <= problem.effective_bytes
         else None
     )
@@ -104,19 +106,25 @@ def _within_pages(problem: Problem) -> Solution | None:
     reserve = dict[tuple[str, str], int]()
     bound: float | None = None
     known: Found | None = None
-    page_bytes = max(1, int(LARGE_PAGE_BYTES * problem.hardware.page_scale))
-    for trial in range(ROUNDS):
+    for _ in range(ROUNDS):
         of = with_reserve(problem, reserve)
         found = find_near(of, known) if known else None
         if found is None:
             found = known = find(of, enough=known.solution.simulation.total_seconds if known else 0.0)
         if found is None:
-            return None
+            break
         bound = found.solution.bound_seconds if bound is None else bound
         solution = carried_over(problem, found.solution, bound) if reserve else in_pages(found.solution)
         if solution is None or not (short := solution.short_of_pages()):
             return solution
-        reserve |= {key: nbytes if trial < ROUNDS - 3 else round_up(nbytes, page_bytes) for key, nbytes in short.items()}
+        reserve |= short
+    for share in SHARES if bound is not None else ():
+        found = find(_with_budget(problem, problem.budget_bytes - int(share * problem.effective_bytes)))
+        if found is None:
+            break
+        assert bound is not None
+        if (solution := carried_over(problem, found.solution, bound)) is not None and not solution.short_of_pages():
+            return solution
     return None
 
 

@@ -173,6 +173,16 @@ def test_a_byte_below_the_smallest_budget_nothing_is_found_and_at_it_a_plan(flux
 
 
 @pytest.mark.sweep("pages")
+@pytest.mark.parametrize(("name", "vram", "ram"), [("flux-dev", 12, 32), ("hidream", 12, 64)])
+def test_a_session_in_pages_takes_little_more_than_its_bound(name: str, vram: int, ram: int, make_problem: Any) -> None:
+    """What is set aside for pages moves blocks, and pages with them: four rounds come to no plan here."""
+    problem = replace(make_problem(name, vram * GIB, hardware="rtx4090", ram=ram * GIB), runs=10)
+    solution = solve(problem)
+    assert solution.simulation.peak_bytes <= problem.effective_bytes
+    assert solution.simulation.total_seconds <= 1.01 * solution.bound_seconds
+
+
+@pytest.mark.sweep("pages")
 def test_every_repair_has_a_plan_in_pages(flux: Problem) -> None:
     with pytest.raises(Infeasible) as refused:
         solve(replace(flux, budget_bytes=3 * GIB))
