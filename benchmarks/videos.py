@@ -24,7 +24,10 @@ from graphrun.profile.precision import requantized
 from graphrun.profile.quantized import quantized_shapes, weights_by_precision
 from graphrun.profile.recorder import FusedAttention, Recorder
 from graphrun.profile.recording import Call, Event
+from graphrun.sim import register
 from graphrun.units import GIB, KIB, MIB, round_up
+
+register()  # the recorder asks for the simulated accelerator's autocast
 
 ROOT = Path(__file__).parent.parent
 WORKSPACE_BYTES = 8 * MIB + 128 * KIB
