@@ -103,8 +103,8 @@ def _longest(alike: np.typing.NDArray[np.int64]) -> tuple[Repeat, ...]:
             distances[number - last[kind]] += 1
         last[kind] = number
     found = list[Repeat]()
-    by_length = sorted(distances, key=lambda period: period * distances[period], reverse=True)
-    for period in {*sorted(distances, key=distances.__getitem__, reverse=True)[:DISTANCES], *by_length[:DISTANCES]}:
+    lengths = Counter({period: period * times for period, times in distances.items()})
+    for period in {period for of in (distances, lengths) for period, _ in of.most_common(DISTANCES)}:
         if period < SHORTEST:
             continue
         breaks = [-1, *(alike[:-period] != alike[period:]).nonzero()[0].tolist(), len(alike) - period]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from test_attach_features import FEATURES, output
-from test_attach_pipelines import equal
+from test_attach_pipelines import equal, put_on
 from tiny_pipelines import PROMPT, Case, cases
 
 import graphrun
@@ -51,16 +51,6 @@ def another(case: Case) -> Case | None:
     if not isinstance(case.arguments().get("prompt"), str):
         return None
     return replace(case, arguments=lambda: {**case.arguments(), "prompt": OTHER})
-
-
-def put_on(device: SimulatedDevice) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Copies a tensor among a call's arguments to ``device``, where a caller has it."""
-
-    def put(tensor: torch.Tensor) -> torch.Tensor:
-        with device.machine:
-            return tensor.to("sim")
-
-    return put
 
 
 def least_bytes(case: Case) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import diffusers as d
@@ -45,6 +46,16 @@ def equal(one: Any, other: Any) -> bool:
     return bool(pairs) and all(a.shape == b.shape and a.size and np.array_equal(a, b) for a, b in pairs)
 
 
+def put_on(device: SimulatedDevice) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Copies a tensor among a call's arguments to ``device``, where a caller has it."""
+
+    def put(tensor: torch.Tensor) -> torch.Tensor:
+        with device.machine:
+            return tensor.to("sim")
+
+    return put
+
+
 @pytest.mark.parametrize("name", each())
 def test_output_peak_and_baseline(name: str) -> None:
     case: Case = CASES[name]
@@ -53,15 +64,11 @@ def test_output_peak_and_baseline(name: str) -> None:
     assert all(np.isfinite(array).all() for array in arrays(want))
     device = SimulatedDevice(Machine())
 
-    def put(tensor: torch.Tensor) -> torch.Tensor:
-        with device.machine:
-            return tensor.to("sim")
-
     cap_bytes = int(SHARE * weight_bytes(pipe))
     with graphrun.attach(pipe, vram=cap_bytes, device=device) as attached:
         peaks = []
         for _ in range(3):
-            got = case.call(pipe, put)
+            got = case.call(pipe, put_on(device))
             assert equal(got, want)
             del got
             peaks.append(checked_peak_bytes(attached, device))
