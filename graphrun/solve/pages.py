@@ -118,11 +118,12 @@ def _within_pages(problem: Problem) -> Solution | None:
         if solution is None or not (short := solution.short_of_pages()):
             return solution
         reserve |= short
-    for share in SHARES if bound is not None else ():
+    if bound is None:
+        return None
+    for share in SHARES:
         found = find(_with_budget(problem, problem.budget_bytes - int(share * problem.effective_bytes)))
         if found is None:
             break
-        assert bound is not None
         if (solution := carried_over(problem, found.solution, bound)) is not None and not solution.short_of_pages():
             return solution
     return None
