@@ -60,8 +60,11 @@ class Found:
     choice: Choice | None
 
 
-def find(problem: Problem, *, layers: bool = True, enough: float = 0.0) -> Found | None:
-    """As `fastest`, for `find_near`."""
+def find(problem: Problem, *, layers: bool = True, enough: float = 0.0, like: Found | None = None) -> Found | None:
+    """As `fastest`, for `find_near`. ``like``: what was found with more memory; what it splits into layers is split at once."""
+    if like is not None and like.choice is not None and (split := as_split(problem, like.solution)) is not problem:
+        if (other := _solve_as_split(split, enough=enough, baselines=False)) is not None:
+            return other
     tried = (_solve_as_split(each, enough=enough) for each in ever_finer(problem))
     found = next((of for of in tried if of is not None), None)
     if found is None:
@@ -91,6 +94,22 @@ def find_near(problem: Problem, known: Found) -> Found | None:
     objective = answer.program.seconds(answer.choice)
     found = Found(Solution(of, near, simulate(of, near), min(known.solution.bound_seconds, objective), objective), answer.choice)
     return found if _seconds(found) <= TOLERANCE * _seconds(known) else None
+
+
+def faster_baselines(solution: Solution) -> Iterator[Solution]:
+    """Baselines with the order, options, variants and granularity of ``solution`` that simulate faster than it and keep to the
+    budgets in bytes of tensors. Of each the fastest first: of single K the largest K, until one is no faster."""
+    problem, plan = solution.problem, solution.plan
+    program = program_of(_with_choices_of(problem, plan))
+    for baseline in BASELINES if not plan.splits else ():
+        for choice in fitting(program, baseline, most=MOST_SINGLE_K):
+            if program.seconds(choice, full_overlap=True) >= solution.simulation.total_seconds:
+                break
+            other = plan_of(program, choice, problem, plan.options, plan.order)
+            found = checked_solution(problem, other, solution.bound_seconds, program.seconds(choice))
+            if found is None or found.simulation.total_seconds >= solution.simulation.total_seconds:
+                break
+            yield found
 
 
 def as_split(problem: Problem, found: Solution) -> Problem:

@@ -1,13 +1,13 @@
 """Plans within a budget counted as the device's allocator reserves memory: in pages, not in bytes of tensors.
 
-    fastest -> replay -> over the budget? -> fastest, with what pages took beyond tensors set aside in the slots concerned -> ...
-                                             four times; then fastest within 15/16, 7/8, 3/4 of the budget
+    fastest -> replay -> over the budget? -> fastest, with what pages took beyond tensors set aside in the slots concerned
+                                          -> fastest within the budget less what the first plan exceeded it by -> again, twice
+                                          -> fastest within 7/8, 3/4 of the budget
 
 The program counts bytes of tensors. Where the replay of its plan reserves more than the budget in a slot, what it reserves beyond
-the bytes of tensors is set aside in that slot, and the problem is solved again. A plan found so keeps to the budget with less in
-that slot, so what is set aside only grows. Pages that were reserved earlier in a phase stay, though, whatever is set aside later
-in it: where four rounds come to no plan, one for less memory is one for more. The bound on seconds stays that of the program with
-nothing set aside.
+the bytes of tensors is set aside in that slot, and the problem is solved again. Pages that were reserved earlier in a phase stay,
+though, whatever is set aside later in it: then less of the budget is used in all slots. The bound on seconds stays that of the
+program with nothing set aside; a plan that is farther from it than `OPTIMAL_GAP` is compared with the baselines.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from math import inf
 
 from graphrun.model.problem import PhaseNumbers, Problem
 from graphrun.model.solution import Solution
-from graphrun.solve.fastest import Found, as_split, fastest, find, find_near
+from graphrun.solve.fastest import Found, as_split, faster_baselines, fastest, find, find_near
 from graphrun.solve.least import has_usable_variants, smallest_tensor_budget, with_ample_host
 from graphrun.verify.solution import checked_solution, in_pages
 
-ROUNDS = 4
-SHARES = (1 / 16, 1 / 8, 1 / 4)  # of the budget, left free
+ROUNDS = 5
+SHARES = (1 / 8, 1 / 4)  # of the budget, left free
 
 Reserve = Mapping[tuple[str, str], int]  # (phase, part) -> bytes
 
@@ -86,6 +86,10 @@ def _least(problem: Problem) -> Solution | None:
     return least
 
 
+def _seconds(solution: Solution) -> float:
+    return solution.simulation.total_seconds
+
+
 def _peak_bytes(solution: Solution) -> int:
     return solution.simulation.peak_bytes
 
@@ -101,32 +105,59 @@ def _with_budget(problem: Problem, nbytes: int) -> Problem:
 
 
 def _within_pages(problem: Problem) -> Solution | None:
-    """The best plan found that keeps to the budget in pages. First it is sought near the one before, of more memory; one as fast
-    as that is not refined."""
-    reserve = dict[tuple[str, str], int]()
-    bound: float | None = None
+    """The best plan found that keeps to the budget in pages; a baseline, where one that does is faster."""
+    best, bound = _in_rounds(problem)
+    for share in SHARES if best is None and bound is not None else ():
+        found = find(_with_less(problem, int(share * problem.effective_bytes)))
+        if found is None:
+            break
+        solution = carried_over(problem, found.solution, bound or 0.0)
+        if solution is not None and not solution.short_of_pages():
+            best = solution
+            break
+    if best is None or best.proven_optimal:
+        return best
+    faster = (other for other in faster_baselines(best) if not other.short_of_pages())
+    return min(faster, key=_seconds, default=best)
+
+
+def _in_rounds(problem: Problem) -> tuple[Solution | None, float | None]:
+    """The first plan that keeps to the budget in pages, None where no round comes to one, and the bound, None where nothing fits.
+    A plan is first sought near the one before, of more memory; one as fast as that is not refined."""
+    first: Solution | None = None
     known: Found | None = None
-    for _ in range(ROUNDS):
-        of = with_reserve(problem, reserve)
-        found = find_near(of, known) if known else None
+    reserve = dict[tuple[str, str], int]()
+    less = 0
+    for number in range(ROUNDS):
+        aside, smaller = with_reserve(problem, reserve), _with_less(problem, less)
+        found = known and (find_near(aside, known) or (find_near(smaller, known) if number > 1 else None))
         if found is None:
-            found = known = find(of, enough=known.solution.simulation.total_seconds if known else 0.0)
+            enough = known.solution.simulation.total_seconds if known else 0.0
+            found = known = find(aside if number == 1 else smaller, enough=enough, like=known)
         if found is None:
             break
-        bound = found.solution.bound_seconds if bound is None else bound
-        solution = carried_over(problem, found.solution, bound) if reserve else in_pages(found.solution)
+        solution = in_pages(found.solution) if first is None else carried_over(problem, found.solution, first.bound_seconds)
+        first = first or solution
         if solution is None or not (short := solution.short_of_pages()):
-            return solution
+            return solution, found.solution.bound_seconds
         reserve |= short
-    if bound is None:
-        return None
-    for share in SHARES:
-        found = find(_with_budget(problem, problem.budget_bytes - int(share * problem.effective_bytes)))
-        if found is None:
-            break
-        if (solution := carried_over(problem, found.solution, bound)) is not None and not solution.short_of_pages():
-            return solution
-    return None
+        if number != 1:
+            less = _less_than_it_takes(solution, less)
+    return None, first and first.bound_seconds
+
+
+def _less_than_it_takes(solution: Solution, less: int) -> int:
+    """Bytes off the budget, of which ``less`` are off already: also what ``solution`` exceeds it by. Where its tensors would fit
+    in what that leaves, all that pages take beyond them."""
+    budget = solution.problem.effective_bytes
+    short = [slot for slot in (*solution.simulation.slots, *solution.simulation.again) if slot.peak_bytes > budget]
+    most = less + max((slot.peak_bytes - budget for slot in short), default=0)
+    fits = all(slot.peak_bytes - slot.pages_bytes <= budget - most for slot in short)
+    return max(most, min((slot.pages_bytes for slot in short), default=0)) if fits else most
+
+
+def _with_less(problem: Problem, nbytes: int) -> Problem:
+    return _with_budget(problem, problem.budget_bytes - nbytes)
 
 
 def carried_over(problem: Problem, found: Solution, bound_seconds: float) -> Solution | None:
