@@ -37,6 +37,7 @@ from graphrun.diffusers_.live import (
     State,
     components_of,
     graph_of,
+    is_pipeline,
     kept_by,
     merge_shared,
     own_class,
@@ -483,7 +484,8 @@ class Attachment:
         return self._meta_pipeline.dtype_variants.known
 
     def _key(self, call: Call, reserve_bytes: int) -> CallKey:
-        arguments = str(call.autocast), signature_of((call.args, call.kwargs)), kept_by(self.pipe)
+        kept = kept_by(self.pipe) if is_pipeline(self.pipe) else ()  # of another program `settings_of` has it
+        arguments = str(call.autocast), signature_of((call.args, call.kwargs)), kept
         key = CallKey(call.name, arguments, (), reserve_bytes)
         if key.without_texts not in self._text_dependent:
             return key
