@@ -186,8 +186,8 @@ class Formulation:
             several = [own for (of, _), own in self._h.items() if of == number]
             for of, each in zip(segments, zip(*several, strict=True), strict=True) if len(several) > 1 else ():
                 model.add(total(moved for moved, _ in each) <= float(of.stop - of.start))
-        pairs = combinations(self._h.items(), 2) if not program.full_overlap else ()
-        for (one, ones), (other, others) in pairs:  # one interval at most goes on in the next segment
+        couples = combinations(self._h.items(), 2) if not program.full_overlap else ()
+        for (one, ones), (other, others) in couples:  # one interval at most goes on in the next segment
             for both in zip(pairwise(ones), pairwise(others), strict=True) if one[0] == other[0] else ():
                 model.add(total(touched for own in both for _, touched in own) <= 3.0)
 
