@@ -21,7 +21,7 @@ from torch import nn
 
 from graphrun import sim
 from graphrun.diffusers_.call_arguments import copy_for_dry_run, describe_arguments
-from graphrun.diffusers_.live import graph_of, meta_module_of
+from graphrun.diffusers_.live import graph_of, kept_by, meta_module_of
 from graphrun.diffusers_.text_lengths import TextLengths
 from graphrun.errors import GraphrunError, InputError
 from graphrun.graph.graph import Directives
@@ -58,16 +58,23 @@ class ProbeError(InputError):
 
 
 class MetaPipeline:
-    """A copy of a pipeline on meta, in the state of the pipeline when it was made, with the traces of all its dry runs."""
+    """A copy of a pipeline on meta, in the state of the pipeline when it was made, with the traces of all its dry runs.
+
+    The copy is made anew where it holds other tensors than the pipeline: a dry run left some in it, or calls left some in the
+    pipeline."""
 
     @on_host()
     def __init__(self, pipe: Any, modules: Mapping[str, nn.Module]) -> None:
         self._live_pipe, self._modules = pipe, modules
-        self.pipe, self.meta_modules = meta_module_of(pipe, sim.device, modules)
-        self.prober = LiveProber(self.meta_modules, modules)
-        self.dtype_variants = self.prober.dtype_variants
-        self._meta_modules_by_id = {id(module): self.meta_modules[name] for name, module in modules.items()}
         self._profiles: tuple[int, Mapping[str, ComponentProfile]] = (-1, {})
+        self._copy()
+
+    def _copy(self, traced: LiveProber | None = None) -> None:
+        """Copies the pipeline. ``traced``: the prober of an earlier copy."""
+        self.pipe, self.meta_modules = meta_module_of(self._live_pipe, sim.device, self._modules)
+        self.prober = LiveProber(self.meta_modules, self._modules, traced)
+        self.dtype_variants = self.prober.dtype_variants
+        self._meta_modules_by_id = {id(module): self.meta_modules[name] for name, module in self._modules.items()}
 
     @on_host()
     def probe(self, call: Call) -> Recording:
@@ -76,6 +83,8 @@ class MetaPipeline:
         Raises ProbeError naming what failed. A ValueError or TypeError that the pipeline raises before any component is entered is
         about its arguments, and is raised as it is.
         """
+        if kept_by(self.pipe) != kept_by(self._live_pipe):
+            self._copy(self.prober)
         recording = self.prober.begin(Recording(keeps=True))
         self.prober.entry_signatures.clear()
         self.prober.text_lengths = TextLengths()
@@ -162,15 +171,22 @@ class MetaPipeline:
 
 
 class LiveProber(Prober):
-    """A prober of ``live`` modules, whose own weights it uses for an entry that it computes on the CPU."""
+    """A prober of ``live`` modules, whose own weights it uses for an entry that it computes on the CPU. ``traced``: a prober of an
+    earlier copy of them, whose traces it takes over."""
 
-    def __init__(self, meta_modules: Mapping[str, nn.Module], live: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, meta_modules: Mapping[str, nn.Module], live: Mapping[str, nn.Module], traced: LiveProber | None = None
+    ) -> None:
         self.dtype_variants = DtypeVariants(meta_modules)
         known = self.dtype_variants.known
         super().__init__(meta_modules, self.dtype_variants, lambda name: live[known[name].component])
         self.entry_signatures: set[str] = set()  # of the call that is being probed, as text
         self.text_lengths = TextLengths()  # of that call
         self._by_shape = defaultdict[Any, dict[Any, None]](dict)  # signatures with texts, by those without
+        if traced is not None:
+            self._traces, self.routed, self._by_shape = traced._traces, traced.routed, traced._by_shape
+            for dtype_variant in traced.dtype_variants.known.values():
+                self.register(dtype_variant)
 
     def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As `Prober.answer`; also notes the entry's signature."""
