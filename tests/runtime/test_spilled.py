@@ -18,6 +18,8 @@ from graphrun.sim import Machine
 
 
 class Holder:
+    left_out = frozenset[str]()
+
     def __init__(self, **named: Any) -> None:
         self.named: dict[str, Any] = named
 
