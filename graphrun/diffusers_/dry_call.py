@@ -29,6 +29,7 @@ from graphrun.model.problem import Hardware, Problem
 from graphrun.modules.build import on_host
 from graphrun.modules.dtype_variants import DtypeVariant, DtypeVariants
 from graphrun.modules.interceptor import entry_of
+from graphrun.modules.memos import HeldAttributes, is_helper, owned
 from graphrun.profile.dry_run import Prober
 from graphrun.profile.problems import Limits, problem_of
 from graphrun.profile.recording import Call as Traced
@@ -75,6 +76,10 @@ class MetaPipeline:
         self.prober = LiveProber(self.meta_modules, self._modules, traced)
         self.dtype_variants = self.prober.dtype_variants
         self._meta_modules_by_id = {id(module): self.meta_modules[name] for name, module in self._modules.items()}
+        found = owned(self.meta_modules)
+        helpers = {id(value): value for _, _, own in found for value in own.values() if is_helper(value)}
+        self._tables = [HeldAttributes(child, own) for _, child, own in found]
+        self._tables += [HeldAttributes(helper, {**vars(helper)}) for helper in helpers.values()]
 
     @on_host()
     def probe(self, call: Call) -> Recording:
@@ -85,6 +90,8 @@ class MetaPipeline:
         """
         if kept_by(self.pipe) != kept_by(self._live_pipe):
             self._copy(self.prober)
+        for tables in self._tables:  # those of positions, which an earlier dry run made; the call makes them anew
+            tables.forget()
         recording = self.prober.begin(Recording(keeps=True))
         self.prober.entry_signatures.clear()
         self.prober.text_lengths = TextLengths()
@@ -101,6 +108,7 @@ class MetaPipeline:
             ):
                 args = copy_for_dry_run(call.args, sim.device, self._meta_modules_by_id)
                 kwargs = copy_for_dry_run(call.kwargs, sim.device, self._meta_modules_by_id)
+                machine.on_cut = self.prober.text_lengths.cut
                 machine.listener = recording  # set after copying the arguments: the caller's tensors are not part of the call
                 call.find(self)(*args, **kwargs)
                 recording.items.append(StageEnd(call.name))
