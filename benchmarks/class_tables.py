@@ -2,6 +2,7 @@
 
 make pipelines                                   an hour on two cores; writes the rows of docs/pipelines.md
 python benchmarks/class_tables.py features       one table: imports, attached or features
+python benchmarks/class_tables.py attached ZImagePipeline    rows of the table of attached classes
 
 Each row is what was seen, by the functions that `make sweep` compares the document with.
 """
@@ -48,7 +49,18 @@ def printed(row: str) -> str:
     return row
 
 
+def attached_rows(names: list[str]) -> None:
+    """Writes the rows of the classes ``names`` in the table of attached ones, and leaves the others."""
+    if unknown := set(names) - class_rows.CASES.keys():
+        sys.exit(f"there is no class {min(unknown)} in tests/attach/tiny_pipelines.yaml")
+    head = class_rows.HEADS["attached"]
+    made = {name: printed(class_rows.attached_row(name)) for name in names}
+    class_rows.write(head, [row for _, row in sorted({**class_rows.documented(head), **made}.items())])
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["attached"] and sys.argv[2:]:
+        return attached_rows(sys.argv[2:])
     if unknown := set(sys.argv[1:]) - TABLES.keys():
         sys.exit(f"there is no table {min(unknown)}; there are: {', '.join(TABLES)}")
     for name in sys.argv[1:] or TABLES:

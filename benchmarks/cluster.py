@@ -1,6 +1,7 @@
 """Placements of the reference graphs on 2 to 512 mixed devices, on paper: items per second, bottleneck, cost, time to plan.
 
-.venv/bin/python benchmarks/cluster.py [GRAPH ...]      some minutes for each graph; writes benchmarks/results/cluster.json
+.venv/bin/python benchmarks/cluster.py [GRAPH ...] [--devices COUNT ...]      some minutes for each graph; writes its rows in
+benchmarks/results/cluster.json
 
 Hosts of two equal cards with 64 GiB of RAM each, of five kinds in turn, all on one network of 10 Gbit/s. A row per number of
 devices and objective: the placement's rate and the rate of its simulated stream (graphrun/cluster/stream.py), the latency of one
@@ -102,17 +103,20 @@ def row(graph: Any, devices: int, objective: Objective, cache: Path | None) -> d
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("graphs", nargs="*", default=GRAPHS)
+    parser.add_argument("--devices", type=int, nargs="+", default=SIZES, help="rows of so many; others stay as they are")
     parser.add_argument("--cache", type=Path)
     asked = parser.parse_args()
     to = HERE / "results" / "cluster.json"
     for name in asked.graphs:
-        graph, rows = graphrun.load(name), list[dict[str, Any]]()
-        for devices in SIZES:
+        graph = graphrun.load(name)
+        for devices in asked.devices:
             objectives: tuple[Objective, ...] = ("throughput", "latency") if devices in BOTH else ("throughput",)
             for objective in objectives:
-                rows.append(row(graph, devices, objective, asked.cache))
-                print(name, json.dumps(rows[-1]), flush=True)
+                made = row(graph, devices, objective, asked.cache)
+                print(name, json.dumps(made), flush=True)
                 known = json.loads(to.read_text()) if to.exists() else {}
+                others = [of for of in known.get(name, []) if (of["devices"], of["objective"]) != (devices, objective)]
+                rows = sorted([*others, made], key=lambda of: (of["devices"], of["objective"] == "latency"))
                 known["date"], known["highspy"] = datetime.date.today().isoformat(), version("highspy")
                 known["kinds"] = [{"hardware": of, "vram_gib": gib, "dollars_per_hour": PRICES[of]} for of, gib in KINDS]
                 to.write_text(json.dumps({**known, name: rows}, indent=1) + "\n")

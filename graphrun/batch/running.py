@@ -43,7 +43,8 @@ class Running(contextlib.ExitStack):
     def run(
         self, inputs: Mapping[str, Any], progress: Progress | None = None, tell: Callable[[str], None] | None = None, **more: Any
     ) -> Trace:
-        """One run with resolved ``inputs``; ``more`` as for `graphrun.ops.Stages`, such as ``precomputed`` values.
+        """One run with resolved ``inputs``; ``more`` as for `graphrun.ops.Stages`, such as ``precomputed`` values, and
+        ``inputs_of`` some of the stages, where others are left out.
 
         Raises what `graphrun.runtime.recovery.run_to_the_end` raises; the next run then starts with an empty device.
         """

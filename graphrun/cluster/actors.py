@@ -24,7 +24,7 @@ from graphrun.cluster.flow import Flow, segments_of
 from graphrun.cluster.machines import Cluster, Device
 from graphrun.cluster.place import place
 from graphrun.cluster.placement import Assignment, Objective, Placement
-from graphrun.cluster.worker import LostValue, Report, Worker
+from graphrun.cluster.worker import LostValue, Report, Visit, Worker
 from graphrun.errors import DeviceLost, InputError
 from graphrun.graph.graph import Graph
 from graphrun.graph.settings import settings_of
@@ -73,9 +73,9 @@ def _gpus(cluster: Cluster) -> int:
 
 
 class _Ticket(NamedTuple):
-    """References to what a run makes and to its report."""
+    """References to what a run makes in each of its visits, and to its report."""
 
-    values: Any
+    values: tuple[Any, ...]
     report: Any
 
 
@@ -87,9 +87,11 @@ class _Actor:
         self._name = name
         self._worker: Worker | None = None
 
-    def run(self, segment: Sequence[Any], inputs: Mapping[str, Any], values: Sequence[Any]) -> tuple[bytes, Report]:
-        """As `Worker.run`, of the one ``segment``. It and ``values`` are references."""
-        return self._of(segment).run(inputs, [functools.partial(_value, reference) for reference in values])
+    def run(self, segment: Sequence[Any], visits: Sequence[Visit]) -> tuple[Any, ...]:
+        """As `Worker.run`, of the one ``segment``: what each visit made, then the report. ``segment`` and values are references."""
+        own = [of._replace(values=[functools.partial(_value, reference) for reference in of.values]) for of in visits]
+        made, report = self._of(segment).run(own)
+        return *made, report
 
     def load_ahead(self, segment: Sequence[Any]) -> Report:
         """As `Worker.load_ahead`, of the one ``segment``, a reference."""
@@ -166,12 +168,13 @@ class Actors(contextlib.ExitStack):
 
     def load_ahead(self, worker: int) -> _Ticket:
         """Begins to load what the first run of actor number ``worker`` begins with."""
-        return _Ticket(None, self._actors[worker].load_ahead.remote([self._segments[worker]]))
+        return _Ticket((), self._actors[worker].load_ahead.remote([self._segments[worker]]))
 
-    def begin(self, worker: int, inputs: Mapping[str, Any], values: Sequence[Any]) -> _Ticket:
+    def begin(self, worker: int, visits: Sequence[Visit]) -> _Ticket:
         """Begins a run of actor number ``worker``, after those begun before."""
-        run = self._actors[worker].run.options(num_returns=2)
-        return _Ticket(*run.remote([self._segments[worker]], dict(inputs), list(values)))
+        run = self._actors[worker].run.options(num_returns=1 + len(visits))
+        *values, report = run.remote([self._segments[worker]], list(visits))
+        return _Ticket(tuple(values), report)
 
     def done(self, tickets: Collection[_Ticket], *, every: bool) -> Collection[_Ticket]:
         """Those of ``tickets`` that are done, when one is, or with ``every`` all are; none after a second."""
@@ -187,9 +190,9 @@ class Actors(contextlib.ExitStack):
         except self._ray.exceptions.RayActorError as error:
             raise DeviceLost(f"its process died {RETRIES + 1} times: {error}") from None
 
-    def made(self, ticket: _Ticket) -> Any:
-        """The reference to what the run makes."""
-        return ticket.values
+    def made(self, ticket: _Ticket, visit: int) -> Any:
+        """The reference to what the run makes in visit number ``visit``."""
+        return ticket.values[visit]
 
     def keep(self, values: Mapping[str, Any]) -> Any:
         """Puts values into the object store."""

@@ -1,5 +1,5 @@
-"""Columns of the master program: stages on a kind of device, or on several devices of one host, priced by the planner when a bound
-says that they may be chosen.
+"""Columns of the master program: stages on a kind of device, or consecutive ones on several devices of one host, priced by the
+planner when a bound says that they may be chosen.
 
 share of the host's memory    1      whole plan: RAM it takes, seconds
                               1/2    the largest of SHARES below what that took: less RAM, no faster
@@ -11,21 +11,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations_with_replacement
+from itertools import combinations, combinations_with_replacement
 from typing import Any, NamedTuple
 
 from graphrun import api
 from graphrun.batch.schedule import segment_of
 from graphrun.cluster.machines import Cluster
-from graphrun.cluster.placement import Column, column_of
+from graphrun.cluster.placement import Column, Span, column_of, parts_of, separable
 from graphrun.files import Store
 from graphrun.graph.graph import Graph
 from graphrun.model.choices import use_with
-from graphrun.model.problem import Hardware, Helper, Problem, Use
+from graphrun.model.problem import Hardware, Helper, Problem, Use, ValueNumbers
 from graphrun.store import fitting_for
 
 SHARES = (1.0, 3 / 4, 1 / 2, 1 / 3, 1 / 4, 1 / 8)  # of a host's RAM and page-locked RAM that one column may take
 TOGETHER = 4  # devices of a host in one column, at most
+MOST_APART = 5  # stages of a graph, above which those of a device are consecutive
+MOST_DEVICES_APART = 32  # of a cluster, above which they are too: of many devices, some hold the first stages and some the last
 MOST_KINDS = 40  # of columns of a host, above which fewer devices are taken together, but two
 
 
@@ -75,11 +77,10 @@ def kinds_of(cluster: Cluster) -> dict[str, Kind]:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Stages ``begin`` to ``end`` on a kind of device, within a ``share`` of the host's memory. An item takes ``seconds`` once its
+    """The ``parts`` of a column on a kind of device, within a ``share`` of the host's memory. A run takes ``seconds`` once the
     values are there, and begins after ``ahead_seconds``. Without a ``column`` these are bounds, and so are no bytes."""
 
-    begin: int
-    end: int
+    parts: tuple[Span, ...]
     share: float
     seconds: float
     ahead_seconds: float = 0.0
@@ -97,11 +98,12 @@ class Option:
 
 
 class Pricing:
-    """The options of each kind of device for consecutive ``stages``.
+    """The options of each kind of device for ``stages``.
 
     ``price(kind, stages, share)``: the column of the best plan within a share of the host's memory, None where nothing fits.
     ``least(kind, stage)``: seconds that no plan can undercut. ``cold``: whether the seconds of an item are those of a first one.
-    ``whole``: all stages together are the only interval. ``together``: the most devices of a host in one column.
+    ``whole``: all stages together are the only column. ``together``: the most devices of a host in one column. ``apart``: whether a
+    device may hold parts that are not consecutive, where ``values`` allow it (`graphrun.cluster.placement.separable`).
     """
 
     def __init__(
@@ -113,23 +115,36 @@ class Pricing:
         cold: bool = False,
         whole: bool = False,
         together: int = TOGETHER,
+        apart: bool = False,
+        values: Sequence[ValueNumbers] = (),
     ) -> None:
         self.stages, self._price, self._least, self.cold, self.together = tuple(stages), price, least, cold, together
         last = len(self.stages)
-        self._spans = [(0, last)] if whole else [(begin, end) for end in range(1, last + 1) for begin in range(end)]
-        self._options: dict[Kind, dict[tuple[int, int], list[Option]]] = {}
+        spans = [(0, last)] if whole else [(begin, end) for end in range(1, last + 1) for begin in range(end)]
+        self._parts: list[tuple[Span, ...]] = [(span,) for span in spans]
+        self._apart = (
+            [
+                parts
+                for count in range(2, last)
+                for own in combinations(self.stages, count)
+                if len(parts := parts_of(self.stages, own)) > 1 and separable(self.stages, values, parts)
+            ]
+            if apart and last <= MOST_APART
+            else []
+        )
+        self._options: dict[Kind, dict[tuple[Span, ...], list[Option]]] = {}
 
     def least_seconds(self, kind: Kind, stage: str) -> float:
         """Seconds of ``stage`` that no plan for ``kind`` undercuts."""
         return self._least(kind, stage)
 
     def options(self, kind: Kind) -> list[Option]:
-        """Priced ones, and for each interval of stages one of which only bounds are known, where there may be a better one."""
+        """Priced ones, and for each choice of stages one of which only bounds are known, where there may be a better one."""
         return [option for chain in self._chains(kind).values() for option in chain]
 
     def refine(self, kind: Kind, option: Option) -> None:
         """Prices ``option``, which has only bounds; where that is of a part of the host's memory, all smaller ones too."""
-        chain = self._chains(kind)[option.begin, option.end]
+        chain = self._chains(kind)[option.parts]
         chain.remove(option)
         further = self._priced(kind, option, chain)
         while further is not None and option.share < SHARES[0]:
@@ -139,7 +154,7 @@ class Pricing:
 
     def _priced(self, kind: Kind, option: Option, chain: list[Option]) -> Option | None:
         """Adds ``option`` with its plan to ``chain``, where one fits; returns bounds on the next smaller share."""
-        column = self._price(kind, self.stages[option.begin : option.end], option.share)
+        column = self._price(kind, tuple(stage for a, b in option.parts for stage in self.stages[a:b]), option.share)
         if column is None:
             return None
         ahead = column.ahead_seconds if self.cold else 0.0
@@ -155,10 +170,11 @@ class Pricing:
             return replace(option, share=smaller, ahead_seconds=max(0.0, least + ahead - option.seconds))
         return replace(option, share=smaller, seconds=least)
 
-    def _chains(self, kind: Kind) -> dict[tuple[int, int], list[Option]]:
+    def _chains(self, kind: Kind) -> dict[tuple[Span, ...], list[Option]]:
         if kind not in self._options:
             least = [self._least(kind, stage) for stage in self.stages]
-            self._options[kind] = {(a, b): [Option(a, b, SHARES[0], sum(least[a:b]))] for a, b in self._spans}
+            every = [*self._parts, *([] if kind.helpers else self._apart)]
+            self._options[kind] = {of: [Option(of, SHARES[0], sum(sum(least[a:b]) for a, b in of))] for of in every}
         return self._options[kind]
 
 

@@ -3,10 +3,12 @@
     before stage 0    a/0 [encode]    before stage 1    b/0 [denoise decode]    in order
     o o o o o o o ->  o >###> o o  ->       o o     ->       o >###>        ->  o o o
 
-A device that is idle takes the oldest item of those whose values have arrived; at most WAITING wait before it and behind it. What
-a run makes stays where the crew keeps it, until the items that read it are done. Requests with equal inputs of a stage share its
-run, by the keys of the output cache. An item whose values were lost goes back to the stage that makes them; the same inputs make
-the same bits, and an item counts as done once, when its outputs are handed on. What that waits for is held back by no limit.
+A device that is idle takes the oldest item of those whose values have arrived; at most WAITING wait before it and behind it. Of a
+device with several parts (`graphrun.cluster.placement`) each has these for itself, and a run takes an item through each part that
+is able to. So a full part never holds back a later one, which makes room. What a run makes stays where the crew keeps it, until the
+items that read it are done. Requests with equal inputs of a stage share its run, by the keys of the output cache. An item whose
+values were lost goes back to the stage that makes them; the same inputs make the same bits, and an item counts as done once, when
+its outputs are handed on. What that waits for is held back by no limit.
 
 On simulated devices there is one virtual clock: a run begins when its device is free and its values have arrived over the planned
 links, and takes what the device measured. Elsewhere the clock is the wall's.
@@ -22,8 +24,8 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from graphrun.batch.cache.keys import choices_of
 from graphrun.batch.queue import Batch, BatchContext, Unfinished, Works
@@ -31,16 +33,17 @@ from graphrun.batch.requests import Request
 from graphrun.batch.schedule import Schedule, Segment
 from graphrun.batch.watch import LeftOut
 from graphrun.cluster.machines import Link
-from graphrun.cluster.placement import WAITING, Assignment, Placement, bytes_before
-from graphrun.cluster.worker import LostValue, Report
+from graphrun.cluster.placement import WAITING, Assignment, Placement, Span, bytes_before, parts_of
+from graphrun.cluster.worker import LostValue, Report, Visit
 from graphrun.errors import BrokenPlan, GraphrunError, OutOfMemory, PlanError, TransferFailed
 from graphrun.graph.graph import Graph
-from graphrun.trace import Lane
+from graphrun.trace import Event, Lane, SlotTrace, Trace
 
 LOSSES = 8  # of values of one item, after which it fails
 
 Handle = Any  # of what a run makes
 Ticket = Any  # of a run that was begun
+Timed = TypeVar("Timed", Event, SlotTrace)
 
 
 class Crew(Protocol):
@@ -49,8 +52,8 @@ class Crew(Protocol):
     def load_ahead(self, worker: int) -> Ticket:
         """Begins to load what the first run of worker number ``worker`` begins with."""
 
-    def begin(self, worker: int, inputs: Mapping[str, Any], values: Sequence[Handle]) -> Ticket:
-        """Begins a run of worker number ``worker``, after those begun before."""
+    def begin(self, worker: int, visits: Sequence[Visit]) -> Ticket:
+        """Begins a run of worker number ``worker``, after those begun before. The values of ``visits`` are handles."""
 
     def done(self, tickets: Collection[Ticket], *, every: bool) -> Collection[Ticket]:
         """Those of ``tickets`` that are done, when one is, or with ``every`` all are; none after a second."""
@@ -58,8 +61,8 @@ class Crew(Protocol):
     def report(self, ticket: Ticket) -> Report:
         """Of a run that is done. Raises BrokenPlan where its worker died each time."""
 
-    def made(self, ticket: Ticket) -> Handle:
-        """The handle of what the run makes."""
+    def made(self, ticket: Ticket, visit: int) -> Handle:
+        """The handle of what the run makes in visit number ``visit``."""
 
     def keep(self, values: Mapping[str, Any]) -> Handle:
         """Keeps values that no worker made."""
@@ -82,7 +85,7 @@ class _Made:
 @dataclass(slots=True, eq=False)
 class _Item:
     """A request on its way. ``at``: number of the stage that is next; ``host``: where its values are; ``holder``: the worker behind
-    which its values wait; ``made``: by stage."""
+    which its values wait; ``made``: by stage; ``alone``: runs without others, after a run with others failed."""
 
     work: Unfinished
     at: int = 0
@@ -90,6 +93,7 @@ class _Item:
     holder: _Post | None = None
     made: dict[str, _Made] = field(default_factory=dict)
     losses: int = 0
+    alone: bool = False
 
     @property
     def number(self) -> int:
@@ -98,24 +102,46 @@ class _Item:
 
 
 @dataclass(slots=True, eq=False)
-class _Post:
-    """A worker and its items: ``coming`` are on their way, those in ``inbox`` have arrived, ``outbox`` results wait. What it loads
-    before its first run is there at ``loaded_seconds`` of the virtual clock."""
+class _Worker:
+    """A worker with its ``posts``, one for each part. ``running``: those that it runs now. What it loads before its first run is
+    there at ``loaded_seconds`` of the virtual clock."""
 
     number: int
     assignment: Assignment
     segment: Segment
-    span: tuple[int, int]
+    posts: list[_Post] = field(default_factory=list)
+    running: list[_Post] = field(default_factory=list)
+    loaded_seconds: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Post:
+    """A part of a worker and its items: ``coming`` are on their way, those in ``inbox`` have arrived, ``outbox`` results wait."""
+
+    worker: _Worker
+    span: Span
+    stages: tuple[str, ...]
     inbox: list[_Item] = field(default_factory=list)
     coming: int = 0
     outbox: int = 0
-    busy: bool = False
-    loaded_seconds: float = 0.0
+
+    @property
+    def assignment(self) -> Assignment:
+        """Of the worker."""
+        return self.worker.assignment
 
     @property
     def queued(self) -> int:
         """Items that it has, in all."""
-        return len(self.inbox) + self.coming + self.busy
+        return len(self.inbox) + self.coming + (self in self.worker.running)
+
+
+class _Run(NamedTuple):
+    """An item that a worker runs, and what it makes of it."""
+
+    post: _Post
+    item: _Item
+    made: _Made
 
 
 class Flow(Works):
@@ -128,8 +154,11 @@ class Flow(Works):
         self.placement, self.crew, self.names = placement, crew, placement.stages
         self.virtual = all(of.device.hardware.device == "sim" for of in placement.assignments)
         self.segments = segments_of(graph, placement)
-        posts = zip(itertools.count(), placement.assignments, self.segments, strict=False)
-        self.posts = [_Post(number, of, segment, placement.span(of)) for number, of, segment in posts]
+        workers = zip(itertools.count(), placement.assignments, self.segments, strict=False)
+        self.workers = [_Worker(number, of, segment) for number, of, segment in workers]
+        for worker in self.workers:
+            worker.posts += [_Post(worker, span, self.names[slice(*span)]) for span in placement.spans(worker.assignment)]
+        self.posts = [post for worker in self.workers for post in worker.posts]
         self.nbytes = bytes_before(self.names, placement.values)
         self.output_names: dict[tuple[int, int], list[str]] = {}
         self.requests = len(self.todo)
@@ -137,7 +166,7 @@ class Flow(Works):
         self.order = deque[_Item]()  # not handed on
         self.shared: weakref.WeakValueDictionary[Any, _Made] = weakref.WeakValueDictionary()
         self.events: list[tuple[float, int, Callable[[], None]]] = []
-        self.running: dict[Ticket, tuple[_Post, _Item, _Made, float]] = {}
+        self.running: dict[Ticket, tuple[list[_Run], float]] = {}
         self.free_seconds: dict[tuple[str, str], float] = defaultdict(float)  # when the link from a host to another is free
         self.start_seconds, self.clock, self.count = time.monotonic(), 0.0, itertools.count()
         self.before_seconds = batch.seconds if batch.lanes else 0.0  # of requests with other settings
@@ -162,12 +191,12 @@ class Flow(Works):
 
     def _load_ahead(self) -> None:
         """Lets devices load that have to wait for values of others, and will get some. On the virtual clock all are waited for."""
-        loads = dict[Ticket, _Post]()
-        for span in sorted({post.span for post in self.posts if post.span[0]}):
+        loads, late = dict[Ticket, _Worker](), [of for of in self.workers if of.posts and of.posts[0].span[0]]
+        for span in sorted({of.posts[0].span for of in late}):
             count = sum(not self._is_known(item, span) for item in self.order)
-            own = [post for post in self.posts if post.span == span]
-            for post in sorted(own, key=lambda of: of.assignment.column.steady_seconds)[:count]:
-                loads[self.crew.load_ahead(post.number)] = post
+            own = [of for of in late if of.posts[0].span == span]
+            for worker in sorted(own, key=lambda of: of.assignment.column.steady_seconds)[:count]:
+                loads[self.crew.load_ahead(worker.number)] = worker
         while self.virtual and loads:
             for ticket in self.crew.done(loads.keys(), every=True):
                 loads.pop(ticket).loaded_seconds = self._report(ticket).seconds
@@ -184,18 +213,23 @@ class Flow(Works):
         moved = self._hand_on()
         for begin in sorted(self.waiting, reverse=True):
             moved |= begin < len(self.names) and self._pull(begin)
-        for post in self.posts:
-            able = [item for item in post.inbox if post.outbox < WAITING or self._is_awaited(item)]
-            if able and not post.busy:
-                post.inbox.remove(able[0])
-                try:
-                    self._start(post, able[0])
-                except LeftOut as error:
-                    made = able[0].made[post.assignment.stages[0]]
-                    self._drop(able[0], error)
-                    self._back(made.followers, [made])
+        for worker in self.workers:
+            if not worker.running and (runs := self._able(worker)):
+                self._start(worker, runs)
                 moved = True
         return moved
+
+    def _able(self, worker: _Worker) -> list[_Run]:
+        """The next item of each part of ``worker`` that is able to run one; taken from the inbox."""
+        runs = list[_Run]()
+        for post in worker.posts:
+            item = next((of for of in post.inbox if post.outbox < WAITING or self._is_awaited(of)), None)
+            if item is not None:
+                runs.append(_Run(post, item, item.made[post.stages[0]]))
+        runs = next(([run] for run in runs if run.item.alone), runs)
+        for post, item, _ in runs:
+            post.inbox.remove(item)
+        return runs
 
     def _is_awaited(self, item: _Item) -> bool:
         """Whether ``item`` is what the next one to be handed on needs: no limit holds it back. All others may wait for that, behind
@@ -294,19 +328,32 @@ class Flow(Works):
     def _expect(self, item: _Item, post: _Post) -> None:
         """Notes that ``post`` will run its stages for ``item``, and so for others that are equal."""
         made = _Made(post.span)
-        item.made |= dict.fromkeys(post.assignment.stages, made)
-        if (key := self._key(item, post.assignment.stages)) is not None:
+        item.made |= dict.fromkeys(post.stages, made)
+        if (key := self._key(item, post.stages)) is not None:
             self.shared[key] = made
 
-    def _start(self, post: _Post, item: _Item) -> None:
-        self.context.watcher.begins_on(post.assignment.name, post.assignment.stages, item.work.request)
-        ticket = self.crew.begin(post.number, item.work.request.inputs, [self._handle(item, of) for of in self._read(item, post)])
-        post.busy = True
-        self.running[ticket] = post, item, item.made[post.assignment.stages[0]], max(self.clock, post.loaded_seconds)
+    def _start(self, worker: _Worker, runs: Sequence[_Run]) -> None:
+        """Begins a run of those ``runs`` whose requests the watcher does not leave out."""
+        kept, visits = list[_Run](), list[Visit]()
+        for run in runs:
+            try:
+                self.context.watcher.begins_on(worker.assignment.name, run.post.stages, run.item.work.request)
+            except LeftOut as error:
+                self._drop(run.item, error)
+                self._back(run.made.followers, [run.made])
+                continue
+            values = [self._handle(run.item, of) for of in self._read(run.item, run.post)]
+            kept.append(run)
+            visits.append(Visit(run.post.stages, run.item.work.request.inputs, values))
+        if kept:
+            ticket = self.crew.begin(worker.number, visits)
+            worker.running = [of.post for of in kept]
+            self.running[ticket] = kept, max(self.clock, worker.loaded_seconds)
 
     def _read(self, item: _Item, post: _Post) -> list[_Made]:
         """What the stages of ``post`` read of others."""
-        return list(dict.fromkeys(item.made[of.name] for of in post.segment.graph.precomputed))
+        read = (of for name in post.stages for of in self.graph.stage(name).references)
+        return list(dict.fromkeys(item.made[of.name] for of in read if of.kind == "stage" and of.name not in post.stages))
 
     def _handle(self, item: _Item, made: _Made) -> Handle:
         if made.handle is None:
@@ -325,10 +372,10 @@ class Flow(Works):
         while self.running and (self.virtual or not self.events):
             self.context.watcher.waits()
             for ticket in self.crew.done(self.running.keys(), every=self.virtual):
-                post, item, made, start = self.running.pop(ticket)
+                runs, start = self.running.pop(ticket)
                 report = self._report(ticket)
                 end = start + report.seconds if self.virtual else time.monotonic() - self.start_seconds
-                self._at(end, functools.partial(self._ended, post, item, made, ticket, report, start))
+                self._at(end, functools.partial(self._ended, runs, ticket, report, start))
         self.clock, _, happens = heapq.heappop(self.events)
         happens()
 
@@ -341,41 +388,59 @@ class Flow(Works):
     def _at(self, seconds: float, happens: Callable[[], None]) -> None:
         heapq.heappush(self.events, (seconds, next(self.count), happens))
 
-    def _ended(self, post: _Post, item: _Item, made: _Made, ticket: Ticket, report: Report, start: float) -> None:
-        post.busy = False
-        sharing = [item, *made.followers]
+    def _ended(self, runs: Sequence[_Run], ticket: Ticket, report: Report, start: float) -> None:
+        worker = runs[0].post.worker
+        worker.running = []
         if report.lost:
-            values = self._read(item, post)
-            self._back(sharing, [values[number] for number in report.lost], made)
+            for at, (post, item, made) in enumerate(runs):
+                values = self._read(item, post)
+                if lost := [values[number] for visit, number in report.lost if visit == at]:
+                    self._back([item, *made.followers], lost, made)
+                else:
+                    self._again(post, item)
             return
         try:
             report.require()
         except BrokenPlan as error:
             if self.context.strict or isinstance(error, (OutOfMemory, TransferFailed)):
                 raise
-            for each in sharing:
-                self._drop(each, error)
+            for post, item, made in runs:
+                if len(runs) > 1:  # which of them fails is seen when each runs alone
+                    item.alone = True
+                    self._again(post, item)
+                    continue
+                for each in [item, *made.followers]:
+                    self._drop(each, error)
             return
-        made.handle, made.done, made.followers = self.crew.made(ticket), True, []
         if report.trace is not None:
-            times = self.before_seconds + max(0.0, start - report.ahead_seconds), self.before_seconds + self.clock
-            self.batch.lanes.append(Lane(post.assignment.name, item.number, post.assignment.stages, *times, report.trace))
-            self.batch.traces.append((post.assignment.stages, item.number, report.trace))
+            begin, end = self.before_seconds + max(0.0, start - report.ahead_seconds), self.before_seconds + self.clock
+            stages = {phase.name: phase.stage for phase in worker.segment.solution.chosen.phases}
+            for (post, item, _), (trace, *times) in zip(runs, _split(report.trace, begin, end, runs, stages), strict=True):
+                self.batch.lanes.append(Lane(worker.assignment.name, item.number, post.stages, times[0], times[1], trace))
+                self.batch.traces.append((post.stages, item.number, trace))
             for note in report.trace.notes:
-                self.context.watcher.planned_again(f"{post.assignment.name}: {note}")
-        item.holder = post
-        post.outbox += 1
-        self._save(sharing, post, made)
-        for each in sharing:
-            each.host = post.assignment.device.host
-            self._pass(each, made)
+                self.context.watcher.planned_again(f"{worker.assignment.name}: {note}")
+        for at, (post, item, made) in enumerate(runs):
+            sharing = [item, *made.followers]
+            made.handle, made.done, made.followers = self.crew.made(ticket, at), True, []
+            item.holder, item.alone = post, False
+            post.outbox += 1
+            self._save(sharing, post, made)
+            for each in sharing:
+                each.host = post.assignment.device.host
+                self._pass(each, made)
         left = sum(len(self.names) - of.at for of in self.order)
         share = 1 - left / (len(self.names) * self.requests)
-        self.context.watcher.ran_on(post.assignment.name, post.assignment.stages, item.work.request, share)
+        for post, item, _ in runs:
+            self.context.watcher.ran_on(worker.assignment.name, post.stages, item.work.request, share)
+
+    def _again(self, post: _Post, item: _Item) -> None:
+        """``item``, whose values are at hand, waits for ``post`` again."""
+        bisect.insort(post.inbox, item, key=lambda of: of.number)
 
     def _save(self, sharing: Sequence[_Item], post: _Post, made: _Made) -> None:
         """Saves what is made in the journal and in the cache of outputs, of stages all of whose outputs leave the device."""
-        names = [name for name in post.assignment.stages if name not in self.last]
+        names = [name for name in post.stages if name not in self.last]
         if not names or all(of.work.journal is None and of.work.reuse is None for of in sharing):
             return
         try:
@@ -387,7 +452,7 @@ class Flow(Works):
             if any(value is None for value in outputs.values()):
                 continue
             if (reuse := sharing[0].work.reuse) is not None:
-                reuse.keep(name, outputs, choices_of(post.segment.solution))
+                reuse.keep(name, outputs, choices_of(post.worker.segment.solution))
             for each in sharing:
                 if each.work.journal is not None:
                     each.work.journal.keep(name, outputs)
@@ -433,12 +498,35 @@ class Flow(Works):
         self._fail(item.work, error)
 
 
+def _split(
+    trace: Trace, begin: float, end: float, runs: Sequence[_Run], stages: Mapping[str, str]
+) -> list[tuple[Trace, float, float]]:
+    """The part of ``trace``, which is of all ``runs``, of each of them, and when that begins and ends. ``stages``: by phase."""
+    if len(runs) == 1:
+        return [(trace, begin, end)]
+    found = []
+    for run in runs:
+        own = [at for at, slot in enumerate(trace.slots) if stages.get(slot.phase) in run.post.stages]
+        slots = [trace.slots[at] for at in own]
+        first, last = (slots[0].start_seconds, slots[-1].end_seconds) if slots else (0.0, 0.0)
+
+        def moved(of: Timed, back: float = first) -> Timed:
+            return replace(of, start_seconds=of.start_seconds - back, end_seconds=of.end_seconds - back)
+
+        events = tuple(moved(replace(of, slot=own.index(of.slot))) for of in trace.events if of.slot in own)
+        part = replace(trace, slots=tuple(map(moved, slots)), events=events, notes=())
+        found.append((part, begin + first, min(end, begin + last)))
+    return found
+
+
 def segments_of(graph: Graph, placement: Placement) -> tuple[Segment, ...]:
     """The part of ``graph`` that each device runs, with its plan. Raises PlanError where two devices would make different bits."""
     found, chosen = list[Segment](), dict[str, Any]()
     for of in placement.assignments:
         assert of.column.solution is not None
-        found.append(Segment(of.stages, graph.part(of.stages), of.column.solution))
+        parts = [graph.part(placement.stages[slice(*span)]) for span in parts_of(placement.stages, of.stages)]
+        outputs = {name: output for part in parts for name, output in part.outputs.items()}
+        found.append(Segment(of.stages, replace(graph.part(of.stages), outputs=outputs), of.column.solution))
         choices = choices_of(of.column.solution)
         for name, choice in [*choices.variants.items(), *((f"stage {stage}", option) for stage, option in choices.options.items())]:
             if chosen.setdefault(name, choice) != choice:

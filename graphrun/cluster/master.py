@@ -1,10 +1,11 @@
 """The master program: which devices take which stages, for the most items per second or the shortest time of one item. Exact.
 
-Throughput. Items flow from stage 0 to the last through devices that hold consecutive stages; a column passes 1 / seconds of them:
+Throughput. Items flow from stage 0 to the last through the parts of columns; a column passes 1 / seconds of them in each part:
 
     0 --[encode]--> 1 --[denoise]--> 2 --[decode]--> 3        the rate of an interval is the sum over the columns that hold it
     0 --[encode denoise]-----------> 2                        what flows into a boundary flows out of it
     0 --[encode denoise decode]----------------------> 3
+    0 --[encode]--> 1                 2 --[decode]--> 3      two parts of one column
 
     maximise what leaves 0, by the number of hosts with each configuration (columns on its devices, within RAM and page-locked RAM)
 
@@ -12,8 +13,8 @@ A host whose memory suffices for any columns of its devices has no row for it: t
 put its devices together. Equal hosts are counted, not named, unless a link between hosts could limit the rate. A host with very
 many configurations has a row for its memory, and one for the devices of each kind.
 
-Latency. A search over chains of columns with the devices' memory, cut where the time so far and the least of the remaining stages
-are no better than the best known.
+Latency. A search over chains of columns of consecutive stages with the devices' memory, cut where the time so far and the least
+of the remaining stages are no better than the best known.
 
 Both begin with bounds in place of plans (`Pricing`); options that are chosen are priced, and the program is solved again, until all
 chosen ones have plans. What was not priced then cannot be better.
@@ -77,7 +78,7 @@ def assignments_for(objective: str, cluster: Cluster, pricing: Pricing, values: 
 
 def _order(of: tuple[Kind, Option]) -> tuple[object, ...]:
     cards = [(each.hardware.name, each.vram_bytes) for each in of[0].members]
-    return of[1].begin, of[1].end, cards
+    return of[1].parts, cards
 
 
 def _counts(host: Host) -> Counter[Kind]:
@@ -91,7 +92,7 @@ def _kinds(host: Host, pricing: Pricing) -> list[Kind]:
 
 
 def _why_none(pricing: Pricing, kinds: Iterable[Kind]) -> str:
-    able = {(of.begin, of.end) for kind in kinds for of in pricing.options(kind)}
+    able = {span for kind in kinds for of in pricing.options(kind) for span in of.parts}
     without = [stage for at, stage in enumerate(pricing.stages) if not any(begin <= at < end for begin, end in able)]
     if without:
         return f"{', '.join(without)}: fits no device of the cluster, within its VRAM and all of its host's RAM"
@@ -153,9 +154,11 @@ class _Throughput:
             found = [((of,), self.model.column(integer=True)) for of in every]
         for config, x in found:
             for kind, of in config:
-                self.used.append(float(len(kind.members)) * x)
+                apart = (len(of.parts) - 1) / (len(self.devices) + 1)  # consecutive ones where that makes no difference
+                self.used.append((len(kind.members) + apart) * x)
                 self.bounds.append(float(of.column is None) * x)
-                self.capacity[host, of.begin, of.end].append(self.unit / max(of.seconds, 1e-9) * x)
+                for span in of.parts:
+                    self.capacity[host, *span].append(self.unit / max(of.seconds, 1e-9) * x)
         if group.configurations is not None:
             return found, []
         ways = [self.model.column(0.0, most, integer=True) for _ in group.ways]
@@ -322,7 +325,7 @@ def _undominated(options: Sequence[Option]) -> list[Option]:
         mine, its = ((of.seconds, of.ahead_seconds, of.ram_bytes, of.pinned_bytes) for of in (one, other))
         return one.column is not None and mine != its and all(a <= b for a, b in zip(mine, its, strict=True))
 
-    return [of for of in options if not any((a.begin, a.end) == (of.begin, of.end) and better(a, of) for a in options)]
+    return [of for of in options if not any(a.parts == of.parts and better(a, of) for a in options)]
 
 
 def _fastest_chain(cluster: Cluster, pricing: Pricing, nbytes: Sequence[int]) -> Chosen | None:
@@ -356,11 +359,12 @@ def _fastest_chain(cluster: Cluster, pricing: Pricing, nbytes: Sequence[int]) ->
                 best = rank_of(clock, chain), list(chain)
             return
         for finish, held in sorted(
-            candidates(at, clock, chain), key=lambda of: (of[0] + rest[of[1].option.end], [each.name for each in of[1].devices])
+            candidates(at, clock, chain),
+            key=lambda of: (of[0] + rest[of[1].option.parts[-1][1]], [each.name for each in of[1].devices]),
         ):
             chain.append(held)
-            if worth(finish, held.option.end, chain):
-                extend(held.option.end, finish, chain)
+            if worth(finish, held.option.parts[-1][1], chain):
+                extend(held.option.parts[-1][1], finish, chain)
             chain.pop()
 
     def candidates(at: int, clock: float, chain: Chosen) -> Iterator[tuple[float, Held]]:
@@ -385,7 +389,7 @@ def _fastest_chain(cluster: Cluster, pricing: Pricing, nbytes: Sequence[int]) ->
                 taken = {each: iter(free[each]) for each in members}
                 devices = tuple(next(taken[each]) for each in members)
                 for option in options:
-                    if option.begin == at and _fits([*own, option], host):
+                    if option.parts[0][0] == at and _fits([*own, option], host):
                         yield max(arrived, option.ahead_seconds) + option.seconds, Held(devices, kind, option)
 
     extend(0, 0.0, [])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from graphrun.cluster.columns import Kind, Planner, Pricing, kinds_of
+from graphrun.cluster.columns import MOST_DEVICES_APART, Kind, Planner, Pricing, kinds_of
 from graphrun.cluster.machines import Cluster, Device
 from graphrun.cluster.master import Unplaceable, assignments_for
 from graphrun.cluster.placement import Objective, Placement
@@ -63,7 +63,10 @@ def place(
         found = assignments_for(objective, on, pricing, problem.values)
         return with_figures(Placement(objective, items, stages, problem.values, on, found))
 
-    pricing = Pricing(stages, planner.price, planner.least, cold=items == 1)
+    linked = all(cluster.link(a.name, b.name) is not None for a in cluster.hosts for b in cluster.hosts)
+    apart = linked and len(cluster.devices) <= MOST_DEVICES_APART
+    apart &= objective == "throughput" and items > 1  # of one item, nothing runs beside it
+    pricing = Pricing(stages, planner.price, planner.least, cold=items == 1, apart=apart, values=problem.values)
     placement = placed(cluster, pricing)
     whole = Pricing(stages, planner.price, planner.least, cold=items == 1, whole=True, together=1)
     try:

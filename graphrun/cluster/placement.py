@@ -7,16 +7,19 @@ device a/0+a/1 stages denoise decode      devices of one host that hold these st
 device a/2 stages encode
   ...
 
-Every device runs consecutive stages of the graph, all of them for each item that it takes. Items pass from a device to any device
-that holds the stages that come next; a device takes the next item when it is idle. Like a plan, the text has no times: `Column`
-has those of its plan, and `graphrun.cluster.stream` computes those of items.
+The stages of a device are one or more *parts*, each of consecutive stages of the graph. A run of the device takes one item through
+each part, not the same ones: of a device with encode and decode, one item is encoded and an earlier one, which was denoised
+elsewhere, is decoded. Items pass from a device to any device with a part that begins with the stage that comes next; an idle device
+takes the next ones. Like a plan, the text has no times: `Column` has those of its plan, and `graphrun.cluster.stream` computes
+those of items.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from graphrun.cluster.machines import Cluster, Device
@@ -24,19 +27,22 @@ from graphrun.errors import PlanError
 from graphrun.model.choices import stages_of
 from graphrun.model.plan import Plan, parse
 from graphrun.model.problem import ValueNumbers
+from graphrun.model.simulation import Simulation
 from graphrun.model.solution import Solution
 from graphrun.verify.check import check
 
 Objective = Literal["throughput", "latency"]
+Span = tuple[int, int]  # number of the first stage of a part, and of the one behind its last
 WAITING = 2  # items whose values may wait in RAM, at most, before each device and behind it
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Consecutive stages on a device, or on several of a host together, and what they take there.
+    """Stages on a device, or consecutive ones on several of a host together, and what they take there.
 
-    ``cold_seconds``: of its first item, which loads weights; ``ahead_seconds`` of these may pass before its values are there.
-    ``steady_seconds``: of each further item. Both have the copies of received and sent values between device and RAM.
+    ``cold_seconds``: of its first run, which loads weights; ``ahead_seconds`` of these may pass before its values are there.
+    ``steady_seconds``: of each further run. Both have the copies of received and sent values between device and RAM.
+    ``part_seconds``: of a further run of one of several parts alone.
     ``ram_bytes``: with those of values that wait; ``pinned_bytes`` of it page-locked. ``solution``: the session plan; None in
     columns of pure numbers.
     """
@@ -48,6 +54,7 @@ class Column:
     ram_bytes: int
     pinned_bytes: int
     solution: Solution | None = field(default=None, compare=False)
+    part_seconds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,22 +124,46 @@ class Placement:
             lines += [f"  {line}" for line in str(of.plan).splitlines()]
         return "\n".join(lines)
 
-    def span(self, of: Assignment) -> tuple[int, int]:
-        """Indices of the first stage of ``of`` and of the one behind its last."""
-        begin = self.stages.index(of.stages[0])
-        return begin, begin + len(of.stages)
+    def spans(self, of: Assignment) -> tuple[Span, ...]:
+        """The parts of ``of``, but those after which no device goes on: these get no items."""
+        through = _through(self.stages, frozenset(each.stages for each in self.assignments))
+        return tuple(span for span in parts_of(self.stages, of.stages) if span[1] in through)
 
     def crossings(self) -> tuple[Crossing, ...]:
         """The values that cross between devices."""
         found: dict[tuple[ValueNumbers, tuple[str, ...]], float] = {}
-        for to in self.assignments:
-            begin = self.span(to)[0]
-            hosts = {of.device.host for of in self.assignments if self.span(of)[1] == begin}
-            links = [link for host in hosts if (link := self.cluster.link(host, to.device.host)) is not None]
+        ends = {(end, of.device.host) for of in self.assignments for _, end in self.spans(of)}
+        for to, (begin, end) in ((of, span) for of in self.assignments for span in self.spans(of)):
+            links = [link for at, host in ends if at == begin and (link := self.cluster.link(host, to.device.host)) is not None]
             for value in crossing(self.stages, self.values, begin) if links else ():
-                slowest = max(link.seconds + value.nbytes / link.bytes_per_second for link in links)
-                found[value, to.stages] = max(slowest, found.get((value, to.stages), 0.0))
+                slowest, stages = max(link.seconds + value.nbytes / link.bytes_per_second for link in links), self.stages[begin:end]
+                found[value, stages] = max(slowest, found.get((value, stages), 0.0))
         return tuple(Crossing(of.name, to, of.nbytes, seconds) for (of, to), seconds in found.items())
+
+
+def parts_of(stages: Sequence[str], own: Collection[str]) -> tuple[Span, ...]:
+    """The longest runs of consecutive ``stages`` that are all in ``own``, in order."""
+    held = [stage in own for stage in stages]
+    begins = [at for at, of in enumerate(held) if of and not (at and held[at - 1])]
+    ends = [at + 1 for at, of in enumerate(held) if of and not (at + 1 < len(held) and held[at + 1])]
+    return tuple(zip(begins, ends, strict=True))
+
+
+@lru_cache
+def _through(stages: tuple[str, ...], held: frozenset[tuple[str, ...]]) -> frozenset[int]:
+    """Numbers of stages from which items get through to the end, by devices that hold ``held``."""
+    found = {len(stages)}
+    for begin, end in sorted((span for own in held for span in parts_of(stages, own)), reverse=True):
+        if end in found:
+            found.add(begin)
+    return frozenset(found)
+
+
+def separable(stages: Sequence[str], values: Iterable[ValueNumbers], parts: Sequence[Span]) -> bool:
+    """Whether ``parts`` may be of one device: no value is made or read in two of them, whose items are not the same."""
+    place = {stage: number for number, stage in enumerate(stages)}
+    touched = ([place[name] for name in (of.producer, *of.consumers)] for of in values)
+    return not any(sum(any(begin <= at < end for at in of) for begin, end in parts) > 1 for of in touched)
 
 
 def crossing(stages: Sequence[str], values: Iterable[ValueNumbers], at: int) -> list[ValueNumbers]:
@@ -176,20 +207,33 @@ def column_of(stages: Sequence[str], values: Sequence[ValueNumbers], solution: S
     """The column of ``solution``, a session plan for some of ``stages`` (`graphrun.batch.schedule.segment_of`). ``values``: of all
     stages."""
     hardware, simulation, own = solution.problem.hardware, solution.simulation, stages_of(solution.problem)
-    begin = stages.index(own[0])
-    got, sent = crossing(stages, values, begin), crossing(stages, values, begin + len(own))
-    copies = sum(of.copy_seconds(hardware, to_host=False) for of in got if set(of.consumers) & set(own))
-    copies += sum(of.copy_seconds(hardware, to_host=True) for of in sent if of.producer in own)
+    waiting, copies, parts = 0, list[float](), parts_of(stages, own)
+    for begin, end in parts:
+        got, sent, part = crossing(stages, values, begin), crossing(stages, values, end), set(stages[begin:end])
+        waiting += WAITING * sum(of.nbytes for of in (*got, *sent))
+        taken = sum(of.copy_seconds(hardware, to_host=False) for of in got if set(of.consumers) & part)
+        copies.append(taken + sum(of.copy_seconds(hardware, to_host=True) for of in sent if of.producer in part))
+    alone = (_part_seconds(simulation, stages[begin:end]) for begin, end in parts)
     first = simulation.slots[0]
     return Column(
         stages=own,
-        cold_seconds=simulation.seconds + copies,
+        cold_seconds=simulation.seconds + sum(copies),
         ahead_seconds=first.seconds if first.part == "load" else 0.0,
-        steady_seconds=(simulation.again_seconds if simulation.again else simulation.seconds) + copies,
-        ram_bytes=simulation.host_peak_bytes + WAITING * sum(of.nbytes for of in (*got, *sent)),
+        steady_seconds=(simulation.again_seconds if simulation.again else simulation.seconds) + sum(copies),
+        ram_bytes=simulation.host_peak_bytes + waiting,
         pinned_bytes=simulation.pinned_peak_bytes,
         solution=solution,
+        part_seconds=tuple(a + b for a, b in zip(alone, copies, strict=True)) if len(parts) > 1 else (),
     )
+
+
+def _part_seconds(simulation: Simulation, stages: Sequence[str]) -> float:
+    """Of a further run that calls only ``stages``: the slots of others still load what they load."""
+    problem, rate = simulation.problem, simulation.problem.hardware.h2d_bytes_per_second
+    stage_of = {phase.name: phase.stage for phase in problem.phases}
+    slots = simulation.again or simulation.slots
+    own = sum(of.seconds for of in slots if of.part == "load" or stage_of.get(of.phase) in stages)
+    return own + sum(of.loaded_bytes / rate for of in slots if of.part != "load" and stage_of.get(of.phase) not in stages)
 
 
 def violations(placement: Placement) -> list[str]:
@@ -199,10 +243,11 @@ def violations(placement: Placement) -> list[str]:
     found += [f"device {name} has two sections" for name in sorted({name for name in names if names.count(name) > 1})]
     every = placement.stages
     for of in placement.assignments:
-        at = every.index(of.stages[0]) if of.stages[0] in every else len(every)
-        if every[at : at + len(of.stages)] != of.stages:
-            found.append(f"device {of.name}: {' '.join(of.stages)} are not consecutive stages of the graph")
-    if not reached(every, [of.stages for of in placement.assignments]):
+        if tuple(stage for stage in every if stage in of.stages) != of.stages:
+            found.append(f"device {of.name}: {' '.join(of.stages)} are not stages of the graph, in its order")
+        elif not separable(every, placement.values, parts_of(every, of.stages)):
+            found.append(f"device {of.name}: {' '.join(of.stages)} are not consecutive, and read the same value or one another's")
+    if not reached(len(every), [span for of in placement.assignments for span in placement.spans(of)]):
         found.append("no chain of devices runs every stage")
     for name, host in hosts.items():
         own = [of.column for of in placement.assignments if of.device.host == name]
@@ -228,10 +273,10 @@ def violations(placement: Placement) -> list[str]:
     return found
 
 
-def reached(stages: Sequence[str], held: Iterable[Sequence[str]]) -> bool:
-    """Whether intervals ``held`` lead from the first of ``stages`` to the last."""
+def reached(last: int, held: Iterable[Span]) -> bool:
+    """Whether parts ``held`` lead from the first of so many stages to the last."""
     ends = {0}
-    for at in range(len(stages)):
-        if at in ends:
-            ends |= {at + len(of) for of in held if tuple(stages[at : at + len(of)]) == tuple(of)}
-    return len(stages) in ends
+    for begin, end in sorted(held):
+        if begin in ends:
+            ends.add(end)
+    return last in ends

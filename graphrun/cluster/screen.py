@@ -54,7 +54,8 @@ def placement_screen(placed: Placed, look: Look) -> str:
     many = f"{placement.items} items take {roughly(placement.seconds)}" if placement.items > 1 else "its first item"
     verdict = f"Fits: {_figure(placement)} on {used} of {every} devices; {many}"
     limit = " ".join(placement.bottleneck)
-    by = ", ".join(of.name for of in placement.assignments if of.stages == placement.bottleneck)
+    held = ((of, placement.stages[slice(*span)]) for of in placement.assignments for span in placement.spans(of))
+    by = ", ".join(of.name for of, stages in held if stages == placement.bottleneck)
     lines = [look.folded(f"bottleneck: {limit} on {_cut(by)}" if limit else "bottleneck: a link between hosts")]
     if replicas is not None:
         lines.append(look.folded(f"with all stages on each device: {_figure(replicas)}"))

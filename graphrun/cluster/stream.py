@@ -7,8 +7,9 @@ Shares no code with the program that chooses placements.
                       inbox   outbox                         inbox
 
 An idle device takes the next item of its inbox. It fills that from the items that wait before its first stage, the oldest first,
-until WAITING are in it or on their way; it starts nothing while WAITING results wait behind it. Values take their turn on the link
-between two hosts, one item after another in each direction.
+until WAITING are in it or on their way; it starts nothing while WAITING results wait behind it. Of a device with several parts each
+has these for itself; a run takes an item through each part that is able to, and counts as one of all of them. Values take their
+turn on the link between two hosts, one item after another in each direction.
 """
 
 from __future__ import annotations
@@ -16,35 +17,44 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
 
 import networkx
 
 from graphrun.cluster.machines import Link
-from graphrun.cluster.placement import WAITING, Assignment, Placement, bytes_before
+from graphrun.cluster.placement import WAITING, Assignment, Placement, bytes_before, parts_of
 
 WARM_ITEMS = 500  # at least, after which a rate is measured over as many again
 
 
 @dataclass(slots=True, eq=False)
+class _Machine:
+    """A device: its ``parts``, and those that it runs now."""
+
+    warm: bool
+    parts: list[_Worker] = field(default_factory=list)
+    running: list[_Worker] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
 class _Worker:
-    """A device at work. ``inbox``: items whose values are there; ``coming``: those on their way; ``outbox``: results that wait."""
+    """A part of a device at work. ``inbox``: items whose values are there; ``coming``: those on their way; ``outbox``: results that
+    wait."""
 
     assignment: Assignment
     begin: int
     end: int
+    machine: _Machine
     inbox: int = 0
     coming: int = 0
     outbox: int = 0
-    busy: bool = False
-    warm: bool = False
 
     @property
     def queued(self) -> int:
         """Items that it has, in all."""
-        return self.inbox + self.coming + self.busy
+        return self.inbox + self.coming + (self in self.machine.running)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +79,10 @@ class _Stream:
         self.waiting[0][""].extend(_Item(0.0, None) for _ in range(items))
         self.workers: dict[int, list[_Worker]] = defaultdict(list)  # by first stage
         for of in placement.assignments:
-            worker = _Worker(of, *placement.span(of), warm=warm)
-            self.workers[worker.begin].append(worker)
+            machine = _Machine(warm)
+            for span in placement.spans(of):
+                machine.parts.append(worker := _Worker(of, *span, machine))
+                self.workers[worker.begin].append(worker)
         self.nbytes = bytes_before(placement.stages, placement.values)
         self.free_seconds: dict[tuple[str, str], float] = defaultdict(float)  # when the link from a host to another is free
         self.events: list[tuple[float, int, Callable[[_Worker], None], _Worker]] = []
@@ -119,23 +131,30 @@ class _Stream:
         worker.inbox += 1
 
     def _start(self, worker: _Worker) -> None:
-        if worker.busy or not worker.inbox or worker.outbox >= WAITING:
+        machine, column = worker.machine, worker.assignment.column
+        able = [] if machine.running else [of for of in machine.parts if of.inbox and of.outbox < WAITING]
+        if not able:
             return
-        column = worker.assignment.column
-        seconds = column.steady_seconds if worker.warm else column.cold_seconds - column.ahead_seconds
-        start = self.clock if worker.warm else max(self.clock, column.ahead_seconds)
-        worker.inbox, worker.busy, worker.warm = worker.inbox - 1, True, True
+        seconds = column.steady_seconds if machine.warm else column.cold_seconds - column.ahead_seconds
+        start = self.clock if machine.warm else max(self.clock, column.ahead_seconds)
+        machine.running, machine.warm = able, True
+        for of in able:
+            of.inbox -= 1
         self._at(start + seconds, self._finished, worker)
-        self._pull(worker.begin)
+        for of in able:
+            self._pull(of.begin)
 
     def _finished(self, worker: _Worker) -> None:
-        worker.busy = False
-        if worker.end == self.last:
-            self.done.append(self.clock)
-        else:
-            worker.outbox += 1
-            self.waiting[worker.end][worker.assignment.device.host].append(_Item(self.clock, worker))
-            self._pull(worker.end)
+        ran, worker.machine.running = worker.machine.running, []
+        for of in ran:
+            if of.end == self.last:
+                self.done.append(self.clock)
+            else:
+                of.outbox += 1
+                self.waiting[of.end][of.assignment.device.host].append(_Item(self.clock, of))
+        for of in ran:
+            if of.end < self.last:
+                self._pull(of.end)
 
 
 def finish_seconds(placement: Placement, items: int, *, warm: bool = False) -> list[float]:
@@ -179,8 +198,7 @@ def _rate(placement: Placement, *, by_host: bool) -> tuple[float, tuple[str, ...
     for host in hosts:
         network.add_edge("new", (0, host, "wanted"))
         network.add_edge((last, host, "made"), "done")
-    for of in placement.assignments:
-        begin, end = placement.span(of)
+    for of, (begin, end) in [(each, span) for each in placement.assignments for span in placement.spans(each)]:
         host = of.device.host if by_host else ""
         ends = (begin, host, "wanted"), (end, host, "made")
         known = network.get_edge_data(*ends, {"capacity": 0.0})["capacity"]
@@ -191,28 +209,32 @@ def _rate(placement: Placement, *, by_host: bool) -> tuple[float, tuple[str, ...
     return float(rate), placement.stages[begin:end] if of_begin == "wanted" else ()
 
 
-def taken_seconds(of: Assignment, items: int) -> float:
-    """Of one item on a device: the first where there is only one, else a later one."""
-    return of.column.cold_seconds - of.column.ahead_seconds if items == 1 else of.column.steady_seconds
+def taken_seconds(of: Assignment, items: int, part: int = 0) -> float:
+    """Of one item on a device, in part number ``part``: the first where there is only one, else a later one."""
+    column = of.column
+    if items == 1:
+        return column.cold_seconds - column.ahead_seconds
+    return column.part_seconds[part] if column.part_seconds else column.steady_seconds
 
 
 def alone(placement: Placement) -> tuple[float, tuple[Assignment, ...]]:
     """Seconds of one item alone, and the devices that run it: of those that hold the same stages, the one that is done first. A
     device starts when the values have arrived and its weights are there."""
     cold, stages, nbytes = placement.items == 1, placement.stages, bytes_before(placement.stages, placement.values)
+    spans = ((of, span) for of in placement.assignments for span in placement.spans(of))
+    parts = [(of, parts_of(stages, of.stages).index(span), span) for of, span in spans]
 
     def rest(at: int, clock: float, chain: tuple[Assignment, ...]) -> tuple[float, tuple[Assignment, ...]]:
         if at == len(stages):
             return clock, chain
         first: dict[int, tuple[float, Assignment]] = {}
-        for of in placement.assignments:
-            begin, end = placement.span(of)
+        for of, number, (begin, end) in parts:
             link = placement.cluster.link(chain[-1].device.host if chain else of.device.host, of.device.host)
             if begin != at or link is None:
                 continue
             arrived = clock + (link.seconds + nbytes[at] / link.bytes_per_second if chain else 0.0)
             ready = max(arrived, of.column.ahead_seconds) if cold else arrived
-            finish = ready + taken_seconds(of, placement.items)
+            finish = ready + taken_seconds(of, placement.items, number)
             if end not in first or finish < first[end][0]:
                 first[end] = finish, of
         ways = [rest(end, finish, (*chain, of)) for end, (finish, of) in first.items()]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphrun import errors
 from graphrun.batch.cache.pack import pack, unpack
 from graphrun.batch.running import Running
 from graphrun.batch.schedule import Segment
+from graphrun.graph.graph import Reference
+from graphrun.ops.outlines import outlined
 from graphrun.runtime.devices.open import open_device
 from graphrun.trace import Trace
 
@@ -19,17 +21,26 @@ class LostValue(Exception):
     """A value that another device made is gone."""
 
 
+class Visit(NamedTuple):
+    """An item in a run: it goes through ``stages``, one part of the device's, with resolved ``inputs``. ``values`` are what other
+    workers made for it, as the crew names them."""
+
+    stages: tuple[str, ...]
+    inputs: Mapping[str, Any]
+    values: Sequence[Any]
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """What a run took: ``seconds`` of the device's clock, and the ``trace`` without outputs. It begins with what was loaded ahead,
     which took ``ahead_seconds`` more.
 
-    ``lost``: numbers of the values that were gone, ``error``: type and text of the error; nothing was made then.
+    ``lost``: (number of the visit, of its value) of what was gone, ``error``: type and text of the error; nothing was made then.
     """
 
     seconds: float = 0.0
     trace: Trace | None = None
-    lost: tuple[int, ...] = ()
+    lost: tuple[tuple[int, int], ...] = ()
     ahead_seconds: float = 0.0
     error: tuple[str, str] | None = None
 
@@ -38,6 +49,10 @@ class Report:
         if self.error is not None:
             kind = getattr(errors, self.error[0], errors.GraphrunError)
             raise kind(self.error[1])
+
+
+def _is_given(of: Reference, stages: Collection[str]) -> bool:
+    return of.kind == "stage" and of.name not in stages
 
 
 class Worker:
@@ -61,26 +76,36 @@ class Worker:
         except errors.GraphrunError:
             return Report()
 
-    def run(self, inputs: Mapping[str, Any], values: Sequence[Callable[[], bytes]]) -> tuple[bytes, Report]:
-        """One run with resolved ``inputs``. ``values`` return what other workers made, or raise LostValue. Returns what this one
-        made: outputs of its part of the graph, which `graphrun.batch.cache.pack` unpacks; and the report."""
-        lost, found = list[int](), dict[str, Any]()
-        for number, value in enumerate(values):
-            try:
-                found |= unpack(value())
-            except LostValue:
-                lost.append(number)
+    def run(self, visits: Sequence[Visit]) -> tuple[list[bytes], Report]:
+        """One run of ``visits``, the values of which return what other workers made, or raise LostValue. Returns what was made in
+        each: outputs of its stages, which `graphrun.batch.cache.pack` unpacks; and the report."""
+        nothing = [b""] * len(visits)
+        lost, precomputed, outlines_of = list[tuple[int, int]](), dict[str, Any](), dict[str, dict[str, Any]]()
+        elsewhere = {str(of)[1:] for of in self._segment.graph.precomputed}
+        for at, visit in enumerate(visits):
+            found = dict[str, Any]()
+            for number, value in enumerate(visit.values):
+                try:
+                    found |= unpack(value())
+                except LostValue:
+                    lost.append((at, number))
+            for stage in visit.stages if not lost else ():
+                read = [str(of)[1:] for of in self._segment.graph.stage(stage).references if _is_given(of, visit.stages)]
+                precomputed |= {name: found[name] for name in read if name in elsewhere}
+                outlines_of[stage] = {name: outlined(found[name]) for name in read if name not in elsewhere}
         if lost:
-            return b"", Report(lost=tuple(lost))
+            return nothing, Report(lost=tuple(lost))
         try:
             running = self._open()
-            precomputed = {name: found[name] for name in (str(of)[1:] for of in self._segment.graph.precomputed)}
             ahead, begin = self._ahead_seconds if running.loaded_ahead else 0.0, self._clock(running)
-            trace = running.run(inputs, precomputed=precomputed)
+            inputs_of = {stage: visit.inputs for visit in visits for stage in visit.stages}
+            trace = running.run(visits[0].inputs, precomputed=precomputed, inputs_of=inputs_of, outlines_of=outlines_of)
             report = Report(self._clock(running) - begin, replace(trace, outputs={}), ahead_seconds=ahead)
-            return pack(trace.outputs), report
+            outputs = self._segment.graph.outputs
+            made = [{name: of for name, of in trace.outputs.items() if outputs[name].name in visit.stages} for visit in visits]
+            return [pack(of) for of in made], report
         except errors.GraphrunError as error:
-            return b"", Report(error=(type(error).__name__, f"device {self._name}: {error}"))
+            return nothing, Report(error=(type(error).__name__, f"device {self._name}: {error}"))
 
     def close(self) -> None:
         """Leaves the device empty."""

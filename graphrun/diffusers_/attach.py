@@ -37,6 +37,8 @@ from graphrun.diffusers_.live import (
     State,
     components_of,
     graph_of,
+    is_pipeline,
+    kept_by,
     merge_shared,
     own_class,
     packages_of,
@@ -90,8 +92,9 @@ class CallStore(Protocol):
 class CallKey(NamedTuple):
     """Calls of the pipeline with equal keys share a plan.
 
-    ``name``: what is called. ``arguments``: its autocast, and the signature of its arguments (`signature_of`), without the content
-    of texts. ``texts``: the signature with it, for calls whose entries were found to depend on the text; else empty.
+    ``name``: what is called. ``arguments``: its autocast, the signature of its arguments (`signature_of`), without the content of
+    texts, and the tensors that earlier calls keep for it (`kept_by`). ``texts``: the arguments' signature with texts, for calls
+    whose entries were found to depend on them; else empty.
     ``reserve_bytes``: bytes that the caller has on the device."""
 
     name: str
@@ -481,7 +484,9 @@ class Attachment:
         return self._meta_pipeline.dtype_variants.known
 
     def _key(self, call: Call, reserve_bytes: int) -> CallKey:
-        key = CallKey(call.name, (str(call.autocast), signature_of((call.args, call.kwargs))), (), reserve_bytes)
+        kept = kept_by(self.pipe) if is_pipeline(self.pipe) else ()  # of another program `settings_of` has it
+        arguments = str(call.autocast), signature_of((call.args, call.kwargs)), kept
+        key = CallKey(call.name, arguments, (), reserve_bytes)
         if key.without_texts not in self._text_dependent:
             return key
         return key._replace(texts=signature_of((call.args, call.kwargs), texts=True))

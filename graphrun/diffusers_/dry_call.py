@@ -21,7 +21,7 @@ from torch import nn
 
 from graphrun import sim
 from graphrun.diffusers_.call_arguments import copy_for_dry_run, describe_arguments
-from graphrun.diffusers_.live import graph_of, meta_module_of
+from graphrun.diffusers_.live import graph_of, kept_by, meta_module_of
 from graphrun.diffusers_.text_lengths import TextLengths
 from graphrun.errors import GraphrunError, InputError
 from graphrun.graph.graph import Directives
@@ -29,6 +29,7 @@ from graphrun.model.problem import Hardware, Problem
 from graphrun.modules.build import on_host
 from graphrun.modules.dtype_variants import DtypeVariant, DtypeVariants
 from graphrun.modules.interceptor import entry_of
+from graphrun.modules.memos import HeldAttributes, is_helper, owned
 from graphrun.profile.dry_run import Prober
 from graphrun.profile.problems import Limits, problem_of
 from graphrun.profile.recording import Call as Traced
@@ -58,16 +59,27 @@ class ProbeError(InputError):
 
 
 class MetaPipeline:
-    """A copy of a pipeline on meta, in the state of the pipeline when it was made, with the traces of all its dry runs."""
+    """A copy of a pipeline on meta, in the state of the pipeline when it was made, with the traces of all its dry runs.
+
+    The copy is made anew where it holds other tensors than the pipeline: a dry run left some in it, or calls left some in the
+    pipeline."""
 
     @on_host()
     def __init__(self, pipe: Any, modules: Mapping[str, nn.Module]) -> None:
         self._live_pipe, self._modules = pipe, modules
-        self.pipe, self.meta_modules = meta_module_of(pipe, sim.device, modules)
-        self.prober = LiveProber(self.meta_modules, modules)
-        self.dtype_variants = self.prober.dtype_variants
-        self._meta_modules_by_id = {id(module): self.meta_modules[name] for name, module in modules.items()}
         self._profiles: tuple[int, Mapping[str, ComponentProfile]] = (-1, {})
+        self._copy()
+
+    def _copy(self, traced: LiveProber | None = None) -> None:
+        """Copies the pipeline. ``traced``: the prober of an earlier copy."""
+        self.pipe, self.meta_modules = meta_module_of(self._live_pipe, sim.device, self._modules)
+        self.prober = LiveProber(self.meta_modules, self._modules, traced)
+        self.dtype_variants = self.prober.dtype_variants
+        self._meta_modules_by_id = {id(module): self.meta_modules[name] for name, module in self._modules.items()}
+        found = owned(self.meta_modules)
+        helpers = {id(value): value for _, _, own in found for value in own.values() if is_helper(value)}
+        self._tables = [HeldAttributes(child, own) for _, child, own in found]
+        self._tables += [HeldAttributes(helper, {**vars(helper)}) for helper in helpers.values()]
 
     @on_host()
     def probe(self, call: Call) -> Recording:
@@ -76,6 +88,10 @@ class MetaPipeline:
         Raises ProbeError naming what failed. A ValueError or TypeError that the pipeline raises before any component is entered is
         about its arguments, and is raised as it is.
         """
+        if kept_by(self.pipe) != kept_by(self._live_pipe):
+            self._copy(self.prober)
+        for tables in self._tables:  # those of positions, which an earlier dry run made; the call makes them anew
+            tables.forget()
         recording = self.prober.begin(Recording(keeps=True))
         self.prober.entry_signatures.clear()
         self.prober.text_lengths = TextLengths()
@@ -92,6 +108,7 @@ class MetaPipeline:
             ):
                 args = copy_for_dry_run(call.args, sim.device, self._meta_modules_by_id)
                 kwargs = copy_for_dry_run(call.kwargs, sim.device, self._meta_modules_by_id)
+                machine.on_cut = self.prober.text_lengths.cut
                 machine.listener = recording  # set after copying the arguments: the caller's tensors are not part of the call
                 call.find(self)(*args, **kwargs)
                 recording.items.append(StageEnd(call.name))
@@ -162,15 +179,22 @@ class MetaPipeline:
 
 
 class LiveProber(Prober):
-    """A prober of ``live`` modules, whose own weights it uses for an entry that it computes on the CPU."""
+    """A prober of ``live`` modules, whose own weights it uses for an entry that it computes on the CPU. ``traced``: a prober of an
+    earlier copy of them, whose traces it takes over."""
 
-    def __init__(self, meta_modules: Mapping[str, nn.Module], live: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, meta_modules: Mapping[str, nn.Module], live: Mapping[str, nn.Module], traced: LiveProber | None = None
+    ) -> None:
         self.dtype_variants = DtypeVariants(meta_modules)
         known = self.dtype_variants.known
         super().__init__(meta_modules, self.dtype_variants, lambda name: live[known[name].component])
         self.entry_signatures: set[str] = set()  # of the call that is being probed, as text
         self.text_lengths = TextLengths()  # of that call
         self._by_shape = defaultdict[Any, dict[Any, None]](dict)  # signatures with texts, by those without
+        if traced is not None:
+            self._traces, self.routed, self._by_shape = traced._traces, traced.routed, traced._by_shape
+            for dtype_variant in traced.dtype_variants.known.values():
+                self.register(dtype_variant)
 
     def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As `Prober.answer`; also notes the entry's signature."""

@@ -171,6 +171,24 @@ def settings_of(program: Any, found: Iterable[Owned]) -> State:
     return content
 
 
+def kept_by(pipe: Any) -> tuple[Any, ...]:
+    """The signatures of the tensors in attributes of ``pipe`` and of pipelines inside it, also in lists and dicts.
+
+    They are what calls keep for further ones, which then compute less (Marigold keeps the embedding of an empty text) or another
+    size (LEdits++ edits the picture that it inverted last). Hashable."""
+    return tuple(
+        (path, key, signature_of(value))
+        for path, owner in pipelines_in(pipe).items()
+        for key, value in vars(owner).items()
+        if type(value) not in PLAIN and _is_or_lists_tensors(value)
+    )
+
+
+def _is_or_lists_tensors(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, deque)) else ()
+    return isinstance(value, torch.Tensor) or any(map(_is_or_lists_tensors, items))
+
+
 def _modules(attributes: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
     for name, value in attributes.items():
         if isinstance(value, nn.Module):

@@ -21,8 +21,9 @@ class Solution:
     """A plan, what it takes by `simulate`, and its quality.
 
     ``objective_seconds``: the integer program's objective for its best solution (the screen prints the simulation's seconds
-    instead). ``bound_seconds``: lower bound on the objective of any plan, 0.0 where none is known. ``plan`` is the best solution,
-    or a plan that simulates faster. In a session, objective and bound cover all runs.
+    instead). ``bound_seconds``: lower bound on the objective of any plan, 0.0 where none is known; where ``plan`` simulates faster
+    than that, a bound on what any plan simulates. ``plan`` is the best solution, or a plan that simulates faster. In a session,
+    objective and bound cover all runs.
     """
 
     problem: Problem

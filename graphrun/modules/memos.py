@@ -115,6 +115,16 @@ class HeldAttributes:
             table[key].clear()
             table[key].update(content) if isinstance(content, dict) else table[key].extend(content)
 
+    def forget(self) -> None:
+        """Restores every attribute that got tensors since."""
+        table = vars(self.holder)
+        for key, value in list(table.items()):
+            if key in MODULE_ATTRIBUTES or key == DIFFUSERS_HOOKS or type(value) in PLAIN:
+                continue
+            same = value is self._before.get(key) and key not in self._contents
+            if not same and next(found_in(value, torch.Tensor), None) is not None:
+                self.restore(key)
+
     def cache_clear(self) -> None:
         """Restores every attribute that is on the device. What was on the device before, too, moves to the CPU."""
         table = vars(self.holder)

@@ -56,6 +56,8 @@ class Stages:
     ``order``: stage names, instead of the graph's order. ``options``: stage -> run option (`graphrun.ops.stage_options`).
     ``before_stage(stage)`` is called before a stage's arguments are looked up, ``after_stage(stage, outputs)`` with its outputs on
     the device. ``precomputed``: values of stages that are not run, by name such as ``encode.embeds``, on the device from the start.
+    ``inputs_of``: by stage, in place of ``inputs``; with it only these stages run, and the others of the graph are ``left_out``.
+    ``outlines_of``: by stage, outlines of values that it reads in place of what another stage of the graph makes now.
     ``journal`` saves the states of denoising loops; ``steps`` has the latest. ``planning``: work that costs host time only is
     skipped.
 
@@ -72,6 +74,8 @@ class Stages:
     _: KW_ONLY
     order: InitVar[Sequence[str]] = ()
     options: Mapping[str, str] = field(default_factory=dict)
+    inputs_of: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    outlines_of: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     precomputed: InitVar[Mapping[str, Any] | None] = None
     journal: InitVar[Journal | None] = None
     planning: bool = False
@@ -83,7 +87,9 @@ class Stages:
         # Stage outputs that later stages need, by name such as ``encode.embeds``.
         self.named: dict[str, Any] = dict(precomputed or {})
         self._outputs = {name: self.named[str(of)[1:]] for name, of in self.graph.outputs.items() if str(of)[1:] in self.named}
-        self.todo = [self.graph.stage(name) for name in order or [stage.name for stage in self.graph.stages]]
+        every = order or [stage.name for stage in self.graph.stages]
+        self.left_out = frozenset(name for name in every if self.inputs_of and name not in self.inputs_of)
+        self.todo = [self.graph.stage(name) for name in every if name not in self.left_out]
         self._drop()
 
     def run(self) -> dict[str, Any]:
@@ -108,6 +114,7 @@ class Stages:
         """Values that the remaining stages need, and that are neither stored nor computed by one of them."""
         made = {f"{stage.name}." for stage in self.todo}
         needed = {str(value)[1:] for stage in self.todo for value in stage.references if value.kind == "stage"}
+        needed -= {name for found in self.outlines_of.values() for name in found}
         return sorted(name for name in needed - self.named.keys() if not name.startswith(tuple(made)))
 
     def enter(self) -> None:
@@ -172,12 +179,13 @@ class Stages:
         if not isinstance(value, Reference):
             return value
         if value.kind == "input":
-            given = opened(self.inputs[value.name])
+            given = opened(self.inputs_of.get(self.todo[0].name, self.inputs)[value.name])
             declared = self.graph.inputs.get(value.name)  # a trial of an import declares none
             if declared is not None and declared.type == "tensor" and isinstance(given, np.ndarray):
                 return torch.from_numpy(given)
             return _sound_as_tensor(given) if declared is None or declared.type == "audio" else given
-        return materialized(self.named[f"{value.name}.{value.output}"], self.device)
+        found = {**self.named, **self.outlines_of.get(self.todo[0].name, {})}
+        return materialized(found[f"{value.name}.{value.output}"], self.device)
 
 
 def _sound_as_tensor(value: Any) -> Any:

@@ -10,7 +10,7 @@ The slots that calls into the components a and b open:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from graphrun.errors import BrokenPlan
 from graphrun.model.plan import Plan, Restore, Slot, slot_text
@@ -28,6 +28,12 @@ class SlotCursor:
         self._slots = plan.slots
         self._slot = -1
         self._entered: Counter[str] = Counter()
+        self._left_out: frozenset[str] = frozenset()
+
+    def leave_out(self, stages: Collection[str]) -> None:
+        """The run makes no call of ``stages``: their slots are opened on the way to others, and only move weights."""
+        self._left_out = frozenset(stages)
+        self._uses |= {phase: {} for phase, stage in self._stages.items() if stage in stages}
 
     def enter(self, component: str) -> list[int]:
         """Indices of the slots that a call into ``component`` opens, in order; empty when the call belongs to the open slot.
@@ -37,7 +43,7 @@ class SlotCursor:
         BrokenPlan when the plan does not have this call.
         """
         uses, part = self._uses.get(self._at.phase, {}), self._at.part
-        if part == "load":  # opened by `begin`
+        if part == "load" and uses:  # opened by `begin`
             self._expect(component, uses)
             opened = [self._slot + 1]
         elif component not in uses or (component in self._following()[1] and self._entered[component] >= uses[component]):
@@ -64,19 +70,21 @@ class SlotCursor:
     def begin(self, stage: str) -> list[int]:
         """Indices of the slots to open when ``stage`` starts, before its op reads values: its load slot, if that restores a value.
         Empty otherwise: the stage's first call opens the load slot then."""
-        slot = next(iter(self._slots[self._slot + 1 :]), None)
-        if slot is None or slot.part != "load" or self._stages[slot.phase] != stage:
+        left = range(self._slot + 1, len(self._slots))
+        at = next((i for i in left if self._stages.get(self._slots[i].phase) not in self._left_out), None)
+        if at is None or self._slots[at].part != "load" or self._stages[self._slots[at].phase] != stage:
             return []
-        if not any(isinstance(action, Restore) for action in slot.actions):
+        if not any(isinstance(action, Restore) for action in self._slots[at].actions):
             return []
-        self._slot += 1
+        opened = list(range(self._slot + 1, at + 1))
+        self._slot = at
         self._entered.clear()
-        return [self._slot]
+        return opened
 
     def finish(self) -> list[int]:
         """Indices of the slots to open when all stages are done. Raises BrokenPlan when the plan expects more calls."""
         left = list(range(self._slot + 1, len(self._slots)))
-        if any(self._slots[i].part == "steady" or self._uses.get(self._slots[i].phase) for i in left):
+        if any(self._uses.get(self._slots[i].phase) for i in left):
             raise BrokenPlan(f"the run ended {self._where()}, before the plan did; {AGAIN}")
         self._slot += len(left)
         return left
@@ -91,7 +99,7 @@ class SlotCursor:
         self._expect(component, uses)
         last = next(i for i, slot in enumerate(self._slots) if slot.phase == following and slot.part == "first")
         opened = list(range(self._slot + 1, last + 1))
-        if any(self._slots[i].part == "steady" for i in opened):
+        if any(self._slots[i].part == "steady" and self._uses[self._slots[i].phase] for i in opened):
             raise BrokenPlan(f"{component} was called {self._where()}, before that phase had its planned calls; {AGAIN}")
         self._entered.clear()
         return opened

@@ -194,6 +194,7 @@ class Run:
         if not isinstance(work, Stages):
             return work()
         self._values = Values(self._device, work)
+        self._cursor.leave_out(work.left_out)
         work.before_stage = self._before_stage
         try:
             return work.run()

@@ -5,7 +5,7 @@ encode.embeds   tensors on the device --spill--> tensors on the host --restore--
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,10 @@ class NamedValues(Protocol):
     @property
     def named(self) -> MutableMapping[str, Any]:
         """Name (``encode.embeds``) -> value. Stages read their inputs from it."""
+
+    @property
+    def left_out(self) -> Collection[str]:
+        """Stages of the plan that this run leaves out."""
 
 
 class Values:
@@ -66,6 +70,8 @@ class Values:
         self._originals.clear()
 
     def _replace(self, name: str, change: Any) -> int:
+        if self._stages is not None and self._stages.left_out and name not in self._stages.named:
+            return 0  # only stages that the run leaves out read it
         if self._stages is None or name not in self._stages.named:
             raise BrokenPlan(
                 f"the plan moves the value {name}, which no stage has produced: plan again with the inputs of this run"

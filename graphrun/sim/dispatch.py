@@ -35,6 +35,8 @@ class Traits(NamedTuple):
     reshapes: bool
     """Whether it may change the shape or the storage of the arguments that it writes."""
     indexing: bool
+    dynamic: bool
+    """Whether the shapes of its results depend on values (a boolean mask that cuts)."""
     launches: bool
     """Whether it launches a kernel."""
     flops: Formula | None
@@ -64,6 +66,7 @@ def traits_of(func: Any) -> Traits:
         views=any(alias is not None and not alias.is_write for alias in aliases),
         reshapes=has_out or torch.Tag.inplace_view in func.tags or name == "aten::resize_as_",
         indexing=name in INDEXING,
+        dynamic=torch.Tag.dynamic_output_shape in func.tags,
         launches=launches_kernel(func),
         flops=FORMULAS.get(name),
     )
@@ -106,6 +109,8 @@ def dispatch(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[st
         out = type(out)(wrap_all(out, machine))
     if machine.ordering is not None and not traits.views:
         _report(machine, traits, tensors, out)
+    if traits.dynamic and machine.on_cut is not None:
+        machine.on_cut([tensor.raw if type(tensor) is SimTensor else tensor for tensor in tensors])
     if traits.launches:
         machine.clock.launch()
     if traits.flops is not None:

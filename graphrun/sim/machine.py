@@ -5,7 +5,7 @@ Tensors and operators report allocations, FLOPs and copies to it; it knows no op
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Token
 from math import inf
@@ -37,7 +37,8 @@ class Machine(Ledger):
     next) fails, once, with SimulatedOutOfMemory or SimulatedCopyError.
 
     ``hollow_bytes``: operators on larger tensors allocate their results and compute nothing, for dry runs, whose values are not
-    used; None (the default) computes everything.
+    used; None (the default) computes everything. ``on_cut``: called with the operands, on the host, of each operator whose results
+    have shapes that depend on values.
 
     Operators count on the machine that holds their inputs, also after the context was left; only new tensors need the
     context. Raises InputError for a size or rate that is not positive, GraphrunError if the backend cannot be registered.
@@ -92,6 +93,7 @@ class Machine(Ledger):
         self.copies_in = self.copies_out = self.bytes_in = self.bytes_out = self.bytes_read = self.charge_flops = 0
         self.bytes_across = 0
         self.hollow_bytes: int | None = None
+        self.on_cut: Callable[[list[torch.Tensor]], None] | None = None
         self._token: Token[Any] | None = None
 
     def release(self, key: int, size: int) -> None:

@@ -27,7 +27,7 @@ from graphrun.solve.least import ever_finer, surely_infeasible
 from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import StageChoice, stage_choices
 from graphrun.solve.program import Choice, Program, program_of
-from graphrun.solve.search import REFINE_GOALS, Answer, can_reach, choose
+from graphrun.solve.search import REFINE_GOALS, SLACK, Answer, can_reach, choose, least_seconds
 from graphrun.solve.sessions import choose_for, many_runs
 from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
@@ -183,9 +183,10 @@ def _solve_as_split(
             pairs.append((second, alone[second.number]))
     refined = [_refined(problem, chosen, answer, enough, baselines) for answer, chosen in pairs]
     program, best = min(refined, key=lambda each: each[1].rank())
-    objective = program.seconds(best.choice)
-    bound = min(first.bound, objective) if every else 0.0
-    return Found(Solution(problem, best.plan, best.simulation, bound, objective), best.choice)
+    objective, bound = program.seconds(best.choice), first.bound
+    if best.simulation.total_seconds < bound * (1 - SLACK):  # its copies overlap more than the compute of their own groups
+        bound = least_seconds([Formulation(replace(of, full_overlap=True)) for of in programs])
+    return Found(Solution(problem, best.plan, best.simulation, min(bound, objective) if every else 0.0, objective), best.choice)
 
 
 def _refined(problem: Problem, chosen: StageChoice, first: Answer, enough: float, baselines: bool) -> tuple[Program, _Candidate]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, combinations, pairwise
 from typing import Literal
 
@@ -177,14 +178,16 @@ class Formulation:
                 own = self._h[pair] = [(model.column(0.0, count, True), model.binary()) for count in counts]
                 for (moved, touched), count in zip(own, counts, strict=True):
                     model.add(moved <= touched * count, moved >= touched, touched <= self.chosen[number])
-                self._add_interval(own, counts)
+                if not program.full_overlap:
+                    self._add_interval(own, counts)
             pairs = zip(self._segments[number], self._h[pair], strict=True)
             self._moved[j] = total(moved for of, (moved, _) in pairs if of.group == group.index)
         for number, segments in self._segments.items():
             several = [own for (of, _), own in self._h.items() if of == number]
             for of, each in zip(segments, zip(*several, strict=True), strict=True) if len(several) > 1 else ():
                 model.add(total(moved for moved, _ in each) <= float(of.stop - of.start))
-        for (one, ones), (other, others) in combinations(self._h.items(), 2):  # one interval at most goes on in the next segment
+        couples = combinations(self._h.items(), 2) if not program.full_overlap else ()
+        for (one, ones), (other, others) in couples:  # one interval at most goes on in the next segment
             for both in zip(pairwise(ones), pairwise(others), strict=True) if one[0] == other[0] else ():
                 model.add(total(touched for own in both for _, touched in own) <= 3.0)
 
@@ -342,7 +345,8 @@ class Formulation:
         program, model, interval = self.program, self.model, self.program.intervals[t]
         time = model.column()
         load, disk = self._rates(t, copies)
-        overlapped = [self._overlapped(t, of, load, disk) for of in program.overlap_sets[t]]
+        seconds_of = self._computed if program.full_overlap else partial(self._overlapped, load=load, disk=disk)
+        overlapped = [seconds_of(t, of) for of in program.overlap_sets[t]]
         on_cpu = [chosen * (s / self.seconds_unit) for s, chosen in zip(interval.cpu_seconds, self.chosen, strict=True) if s]
         factor = self.factors[t] if self.factors else 1.0
         spills = [
@@ -376,15 +380,23 @@ class Formulation:
         ]
         return load, disk
 
+    def _elsewhere(self, t: int, of: list[int]) -> list[Linear]:
+        """Seconds, negative, that the device saves in interval ``t`` with blocks of the groups ``of`` on helpers."""
+        unit, interval = self.seconds_unit, self.program.intervals[t]
+        pairs = [(j, away) for j in of for away in self._away.get(j, ())]
+        return [self._moved[away] * (-interval.calls[j] * interval.own_seconds[j] / unit) for j, away in pairs]
+
+    def _computed(self, t: int, of: list[int]) -> Linear:
+        """Seconds in which the device computes with the groups ``of`` in interval ``t``."""
+        seconds = sum(self.program.compute_seconds[t, of]) / self.seconds_unit
+        compute, fewer = self.chosen[self.program.groups[of[0]].variant_choice] * seconds, self._elsewhere(t, of)
+        return total([compute, *fewer]) if fewer else compute
+
     def _overlapped(self, t: int, of: list[int], load: list[Linear], disk: list[Linear]) -> Linear:
         """Seconds of the groups ``of`` in interval ``t``, whose copies overlap each other's compute: the longest of compute,
         copies, disk reads, and where r = 1 copies plus compute."""
         compute_seconds, groups = self.program.compute_seconds[t] / self.seconds_unit, self.program.groups
-        compute = self.chosen[groups[of[0]].variant_choice] * (sum(self.program.compute_seconds[t, of]) / self.seconds_unit)
-        pairs = [(j, away) for j in of for away in self._away.get(j, ())]
-        unit, interval = self.seconds_unit, self.program.intervals[t]
-        fewer = [self._moved[away] * (-interval.calls[j] * interval.own_seconds[j] / unit) for j, away in pairs]
-        compute = total([compute, *fewer]) if fewer else compute
+        compute, fewer = self._computed(t, of), self._elsewhere(t, of)
         longest = self.model.column(0.0 if compute.terms else compute.constant)
         if compute.terms:
             self.model.add(longest >= compute)

@@ -205,7 +205,8 @@ class Program:
     """A problem as variant choices, block groups and intervals. The end slot is not an interval, because it only evicts.
 
     ``run_length``: number of intervals of one run. In a session, the intervals of the further run follow, from that index on.
-    ``part``: the run of a session that the program is of (see `alone`), "" for both. Arrays have a row per interval and a column
+    ``part``: the run of a session that the program is of (see `alone`), "" for both. ``full_overlap``: as in `slot_seconds`, for a
+    bound on what `simulate` says of any plan; blocks on helpers need not be in a row. Arrays have a row per interval and a column
     per group. Methods that take a `Choice` need a program with one variant per component, as `with_variants` returns it."""
 
     problem: Problem
@@ -215,6 +216,7 @@ class Program:
     spill_gaps: tuple[SpillGap, ...]
     run_length: int
     part: Literal["", "first", "further"] = ""
+    full_overlap: bool = False
 
     @property
     def session(self) -> bool:

@@ -105,6 +105,13 @@ def can_reach(formulation: Formulation, seconds: float) -> bool:
     return model.minimise(of, enough, gap=1.0) is not None
 
 
+def least_seconds(formulations: Sequence[Formulation]) -> float:
+    """A lower bound on the seconds of all programs of ``formulations``."""
+    large = any(formulation.model.size > LARGE for formulation in formulations)
+    goal = replace(SECONDS[0], gap=LARGE_GAPS[0], nodes=REFINE_NODES) if large else SECONDS[0]
+    return minimise_over(formulations, range(len(formulations)), goal, staged=large)[2]
+
+
 def _minimise_in_order(formulations: list[Formulation], goals: Sequence[Goal]) -> tuple[int, MilpResult, float] | None:
     """Minimises ``goals`` in order of priority; each result limits the search for the next. Returns the index of the formulation,
     its result and the bound of the first goal."""

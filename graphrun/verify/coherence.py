@@ -158,6 +158,8 @@ def _live_tensors(where: str, use: Use, component: ComponentNumbers) -> Iterator
             yield f"{where}: live_tensors has one that block {of.maker} makes and blocks {users} get, of {len(blocks)} blocks"
     if {n for of in use.live_tensors for n in (of.maker, *of.users)} - {0} != {*range(1, len(blocks) + 1)}:
         yield f"{where}: live_tensors are not of {len(blocks)} blocks"
+    if rare := sorted({use.group_calls[k] for k, _ in blocks} - {use.calls}):
+        yield f"{where}: live_tensors are of blocks that run in each of {use.calls} calls, and some run in {rare[0]}"
     if use.order and [of for of in dict.fromkeys((k, i) for k, i, _ in use.order) if of in blocks] != blocks:
         yield f"{where}: order has not the {len(blocks)} blocks of live_tensors in a row"
 

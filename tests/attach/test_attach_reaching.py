@@ -128,3 +128,28 @@ def test_ids_that_enter_a_component_at_a_texts_own_length_make_texts_matter() ->
         own.enter({"input_ids": pipe.tokenizer("a ship", padding=True, return_tensors="pt")["input_ids"]})
     assert (fixed.matter, own.matter) == (False, True)
     assert type(pipe.tokenizer) is type(tiny("tokenizer"))
+
+
+def test_embeddings_that_a_mask_cuts_to_a_texts_length_make_texts_matter() -> None:
+    with Machine() as machine:
+        cut, whole, scheduled = TextLengths(), TextLengths(), TextLengths()
+        for lengths in (cut, whole, scheduled):
+            with lengths.watching(pipe := SimpleNamespace(tokenizer=tiny("tokenizer"))):
+                made = pipe.tokenizer("a ship", padding="max_length", max_length=12, truncation=True, return_tensors="pt")
+            mask, embeddings = made["attention_mask"][0].bool().to("sim"), torch.ones(12, 7).to("sim")
+            machine.on_cut = lengths.cut
+            left = embeddings[mask]
+            torch.ones(5, 7).to("sim")[torch.ones(5, dtype=torch.bool).to("sim")]  # no mask of a text
+            lengths.enter(([{cut: left, whole: embeddings, scheduled: torch.ones(5, 7)}[lengths]],))
+    assert 0 < len(left) < 12
+    assert len(left) != 5
+    assert (cut.matter, whole.matter, scheduled.matter) == (True, False, False)
+
+
+def test_a_length_that_is_an_earlier_texts_own_is_no_fixed_one() -> None:
+    lengths, pipe = TextLengths(), SimpleNamespace(tokenizer=tiny("tokenizer"))
+    with lengths.watching(pipe):
+        ids = pipe.tokenizer("a ship", padding=True, return_tensors="pt")["input_ids"]
+        pipe.tokenizer("", padding="max_length", max_length=ids.shape[-1], return_tensors="pt")
+        lengths.enter((ids,))
+    assert lengths.matter

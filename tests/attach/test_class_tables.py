@@ -14,7 +14,7 @@ OTHERS = {"FluxModularPipeline", "StableDiffusionXLModularPipeline", "LEditsPPPi
 ROWS = {table: documented(head) for table, head in HEADS.items()}
 
 
-@pytest.mark.parametrize("name", sampled(ROWS["attached"], ["FluxPipeline"], "pipelines"))
+@pytest.mark.parametrize("name", sampled(ROWS["attached"], ["FluxPipeline", "ZImagePipeline"], "pipelines"))
 def test_a_class_is_attached_as_documented(name: str) -> None:
     assert attached_row(name) == ROWS["attached"][name]
 

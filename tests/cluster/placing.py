@@ -18,7 +18,7 @@ from graphrun.cluster.flow import Flow, segments_of
 from graphrun.cluster.machines import Cluster, Device, Host, Link
 from graphrun.cluster.placement import Assignment, Placement, column_of
 from graphrun.cluster.stream import with_figures
-from graphrun.cluster.worker import LostValue, Report, Worker
+from graphrun.cluster.worker import LostValue, Report, Visit, Worker
 from graphrun.model.problem import Hardware
 from graphrun.profile.hardware_profiles import hardware
 
@@ -69,9 +69,10 @@ class Here:
 
     def __init__(self, graph: Any, placement: Placement, before: Callable[[Here, int], None] | None = None) -> None:
         self.kept: dict[int, bytes] = {}
+        self.of = defaultdict[int, int](int)  # ticket -> worker
         self.ran: list[int] = []
         self.ahead: list[int] = []
-        self._before, self._done = before, dict[int, Report]()
+        self._before, self._done, self._made = before, dict[int, Report](), dict[int, list[int]]()
         pairs = zip(segments_of(graph, placement), placement.assignments, strict=True)
         self.workers = [Worker(segment, of.name) for segment, of in pairs]
 
@@ -84,12 +85,14 @@ class Here:
         self._done[ticket := self._keep(b"")] = report
         return ticket
 
-    def begin(self, worker: int, inputs: Mapping[str, Any], values: Sequence[int]) -> int:
+    def begin(self, worker: int, visits: Sequence[Visit]) -> int:
         self.ran.append(worker)
         if self._before is not None:
             self._before(self, len(self.ran))
-        made, report = self.workers[worker].run(inputs, [lambda number=number: self._value(number) for number in values])
-        self._done[ticket := self._keep(made)] = report
+        own = [of._replace(values=[lambda number=number: self._value(number) for number in of.values]) for of in visits]
+        made, report = self.workers[worker].run(own)
+        self._made[ticket := self.answer(report)] = [self._keep(of) for of in made]
+        self.of[ticket] = worker
         return ticket
 
     def done(self, tickets: Collection[int], *, every: bool) -> Collection[int]:
@@ -98,8 +101,8 @@ class Here:
     def report(self, ticket: int) -> Report:
         return self._done.pop(ticket)
 
-    def made(self, ticket: int) -> int:
-        return ticket
+    def made(self, ticket: int, visit: int) -> int:
+        return self._made[ticket][visit]
 
     def keep(self, values: Mapping[str, Any]) -> int:
         return self._keep(pack(dict(values)))
@@ -128,14 +131,18 @@ class Losing:
     def __init__(self, seed: int, share: float) -> None:
         self._chance, self._share = random.Random(seed), share
         self._kept, self._reports, self._number = set[int](), dict[int, Report](), 0
+        self._made, self.most = dict[int, list[int]](), 0  # visits of one run, at most
 
     def load_ahead(self, worker: int) -> int:
         self._reports[ticket := self.keep({})] = Report()
         return ticket
 
-    def begin(self, worker: int, inputs: Mapping[str, Any], values: Sequence[int]) -> int:
-        lost = tuple(number for number, value in enumerate(values) if value not in self._kept)
-        ticket = self.keep({})
+    def begin(self, worker: int, visits: Sequence[Visit]) -> int:
+        lost = tuple(
+            (at, number) for at, of in enumerate(visits) for number, value in enumerate(of.values) if value not in self._kept
+        )
+        self._made[ticket := self.keep({})] = [self.keep({}) for _ in visits]
+        self.most = max(self.most, len(visits))
         self._reports[ticket] = Report(lost=lost) if lost else Report(self._chance.uniform(0.5, 2.0))
         self._kept = {value for value in self._kept if self._chance.random() >= self._share}
         return ticket
@@ -146,8 +153,8 @@ class Losing:
     def report(self, ticket: int) -> Report:
         return self._reports.pop(ticket)
 
-    def made(self, ticket: int) -> int:
-        return ticket
+    def made(self, ticket: int, visit: int) -> int:
+        return self._made[ticket][visit]
 
     def keep(self, values: Mapping[str, Any]) -> int:
         self._number += 1

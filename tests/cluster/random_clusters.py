@@ -55,17 +55,29 @@ class Case:
     def least(self, kind: Kind, stage: str) -> float:
         return min(self.compute[of.hardware.name, stage] for of in kind.members)
 
-    def pricing(self, *, cold: bool = False) -> Pricing:
-        return Pricing(self.stages, self.price, self.least, cold=cold, together=self.together)
+    def pricing(self, *, cold: bool = False, apart: bool = False) -> Pricing:
+        return Pricing(self.stages, self.price, self.least, cold=cold, together=self.together, apart=apart, values=self.values)
 
     def placement(self, objective: Objective, assignments: tuple[Assignment, ...], items: int = 100) -> Placement:
         return Placement(objective, items, self.stages, self.values, self.cluster, assignments)
 
-    def columns(self, kind: Kind) -> list[Column]:
-        """Every column of ``kind``: consecutive stages, shares of the host's memory."""
-        spans = combinations(range(len(self.stages) + 1), 2)
-        priced = (self.price(kind, self.stages[begin:end], share) for begin, end in spans for share in SHARES)
+    def columns(self, kind: Kind, *, apart: bool = False) -> list[Column]:
+        """Every column of ``kind``: consecutive stages, or with ``apart`` any that share no value but with the next one, on one
+        device; shares of the host's memory."""
+        held = (own for count in range(len(self.stages)) for own in combinations(self.stages, count + 1))
+        able = [own for own in held if len(self.parts(own)) == 1 or (apart and not kind.helpers and self._separate(own))]
+        priced = (self.price(kind, own, share) for own in able for share in SHARES)
         return list(dict.fromkeys(column for column in priced if column is not None))
+
+    def parts(self, own: tuple[str, ...]) -> list[tuple[int, int]]:
+        """Of ``own`` stages: where each stretch of them begins and ends."""
+        numbers = [self.stages.index(stage) for stage in own]
+        cuts = [0, *(at for at in range(1, len(numbers)) if numbers[at] != numbers[at - 1] + 1), len(numbers)]
+        return [(numbers[a], numbers[b - 1] + 1) for a, b in pairwise(cuts)]
+
+    def _separate(self, own: tuple[str, ...]) -> bool:
+        number = {stage: at for at, span in enumerate(self.parts(own)) for stage in self.stages[slice(*span)]}
+        return all(len({number[stage] for stage in (of.producer, *of.consumers) if stage in number}) < 2 for of in self.values)
 
 
 def random_case(number: int, most_devices: int = 4, most_stages: int = 4) -> Case:
@@ -122,11 +134,9 @@ def _flows(case: Case, host: Host, units: tuple[Unit, ...], cuts: list[set[int]]
     """The rates over ``cuts`` of every choice of columns for ``units`` of ``host`` that its memory allows."""
     found = np.zeros((1, len(cuts))), np.zeros(1), np.zeros(1)
     for unit in units:
-        columns = case.columns(kind_of(case, unit))
-        spans = [(case.stages.index(of.stages[0]), case.stages.index(of.stages[-1]) + 1) for of in columns]
-        rates = [
-            [(a in cut and b not in cut) / of.steady_seconds for cut in cuts] for of, (a, b) in zip(columns, spans, strict=True)
-        ]
+        columns = case.columns(kind_of(case, unit), apart=True)
+        crossed = [[sum(a in cut and b not in cut for a, b in case.parts(of.stages)) for cut in cuts] for of in columns]
+        rates = [[times / of.steady_seconds for times in each] for of, each in zip(columns, crossed, strict=True)]
         more = (
             np.array([[0.0] * len(cuts), *rates]),
             np.array([0, *(of.ram_bytes for of in columns)]),

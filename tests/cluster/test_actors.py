@@ -60,6 +60,24 @@ def test_three_actors_have_the_bits_of_one_device_in_order_at_the_planned_rate(
     assert batch.seconds < single.seconds < singly
 
 
+def test_an_actor_encodes_and_decodes_while_another_denoises_at_the_planned_rate(
+    ray: Any, flux: Any, cached_dry_runs: Path, record_property: Any
+) -> None:
+    from graphrun.cluster.actors import Actors
+    from graphrun.cluster.flow import segments_of
+
+    placement = placed(flux, 24, cached_dry_runs, (("encode", "decode"), ("denoise",)))
+    single = one_device(flux, 24, cached_dry_runs)
+    with Actors(ray, segments_of(flux, placement), placement) as crew:
+        batch = ran_by(flux, placement, crew, requests(24))
+    assert pictures(batch) == pictures(single)
+    assert batch.seconds == pytest.approx(placement.seconds, rel=0.05)
+    rate = 1 / placement.items_per_second
+    assert (batch.seconds - placement.latency_seconds) / 23 == pytest.approx(rate, rel=0.05)
+    record_property("figures", {"items": 24, "seconds": batch.seconds, "planned": placement.seconds, "one": single.seconds})
+    assert batch.seconds < single.seconds
+
+
 def test_an_actor_holds_two_devices_after_actors_that_held_one_each(ray: Any, flux: Any, cached_dry_runs: Path) -> None:
     from graphrun.cluster.actors import Actors
     from graphrun.cluster.flow import segments_of
@@ -87,11 +105,11 @@ def test_actors_killed_at_any_moment_do_every_item_once_with_the_same_bits(ray: 
 
         killed = [0, 0, 0]
 
-        def begin(self, worker: int, inputs: Any, values: Sequence[Any]) -> Any:
+        def begin(self, worker: int, visits: Sequence[Any]) -> Any:
             process = ray.get(self._actors[worker].__ray_call__.remote(lambda _: os.getpid()))
-            if chance.random() < 0.1 and values:
-                values, lost[0] = [gone, *values[1:]], lost[0] + 1
-            ticket = super().begin(worker, inputs, values)
+            if chance.random() < 0.1 and visits[0].values:
+                visits, lost[0] = [visits[0]._replace(values=[gone, *visits[0].values[1:]]), *visits[1:]], lost[0] + 1
+            ticket = super().begin(worker, visits)
             if sum(self.killed) < KILLS and self.killed[worker] <= min(self.killed) + 1 and chance.random() < 0.7:
                 self.killed[worker] += 1
                 threading.Timer(LATEST_SECONDS * chance.random(), kill, [process]).start()

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from graphrun.batch.queue import Batch
 from graphrun.batch.watch import LeftOut, Watcher
 from graphrun.cluster import files
 from graphrun.cluster.flow import LOSSES
-from graphrun.cluster.placement import Placement
-from graphrun.cluster.worker import Report
+from graphrun.cluster.placement import Assignment, Placement, separable
+from graphrun.cluster.worker import Report, Worker
 from graphrun.errors import BrokenPlan, InputError, PlanError
+from graphrun.model.problem import ValueNumbers
 from graphrun.model.splits import computing_on
 from graphrun.profile.hardware_profiles import hardware
 from graphrun.report.lanes import lanes_in, lanes_json, lanes_page
@@ -53,6 +55,24 @@ def crew(flux: Any) -> Any:
     yield begin
     for each in crews:
         each.close()
+
+
+RETURNING = [  # parts of devices to which items come back
+    [("encode", "decode"), ("denoise",)],
+    [("encode", "decode"), ("denoise",), ("denoise",)],
+    [("encode", "decode"), ("encode", "decode"), ("denoise",)],
+    [("encode", "decode"), ("encode", "denoise"), ("decode",)],  # what the first one encodes, none would denoise
+]
+
+
+def held_by(pipeline: Placement, held: list[tuple[str, ...]]) -> Placement:
+    """``pipeline`` with devices that hold ``held``, for a crew that runs nothing: plans are those of any stages."""
+    cluster = cluster_of(len(held))
+    assignments = [
+        Assignment(device, replace(pipeline.assignments[0].column, stages=own))
+        for device, own in zip(cluster.devices, held, strict=True)
+    ]
+    return replace(pipeline, cluster=cluster, assignments=tuple(assignments))
 
 
 def pictures(batch: Batch) -> list[tuple[int, bytes]]:
@@ -127,6 +147,72 @@ def test_two_devices_of_a_host_hold_stages_together(
             files.read(path)
 
 
+def test_a_device_encodes_and_decodes_while_another_denoises(
+    flux: Any, crew: Any, single: Any, cached_dry_runs: Path, tmp_path: Path
+) -> None:
+    """A run of it encodes one item and decodes another one; the first and the last runs do one of these."""
+    apart = placed(flux, 6, cached_dry_runs, (("encode", "decode"), ("denoise",)))
+    assert apart.spans(apart.assignments[0]) == ((0, 1), (2, 3))
+    batch = ran_by(flux, apart, crew(apart), REQUESTS)
+    assert pictures(batch) == single
+    several = [{"prompt": f"prompt {number}", "seed": number} for number in range(6)]
+    batch = ran_by(flux, apart, crew(apart), several)
+    one = graphrun.run_many(flux, several, common=SMALL, cache=cached_dry_runs, reuse="none", **BUDGET)
+    assert pictures(batch) == pictures(one)
+    assert batch.seconds == pytest.approx(apart.seconds, rel=0.05)
+
+    here = crew(apart)
+    report = here.report
+    here.report = lambda ticket: replace(of := report(ticket), seconds=of.seconds / (50 if here.of[ticket] else 1))
+    batch = ran_by(flux, apart, here, several)  # as if the other one were fast
+    assert pictures(batch) == pictures(one)
+    assert len(several) < here.ran.count(0) < 2 * len(several), "most runs take two items"
+    lanes = sorted((lane for lane in batch.lanes if lane.device == "a/0"), key=lambda of: of.start_seconds)
+    assert sorted(lane.stages[0] for lane in lanes) == ["decode"] * 6 + ["encode"] * 6
+    for lane, following in pairwise(lanes):
+        assert lane.trace is not None
+        assert {slot.phase.partition("/")[0] for slot in lane.trace.slots if slot.calls} == set(lane.stages)
+        assert lane.end_seconds <= following.start_seconds + 1e-9
+
+    files.save(path := tmp_path / "plan.json", GRAPH, apart, {})
+    assert files.read(path)[0] == apart
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, "stages": ["decode", "denoise", "encode"]}))
+    with pytest.raises(PlanError, match="device a/0: encode decode are not stages of the graph, in its order"):
+        files.read(path)
+
+
+def test_a_value_that_two_parts_read_keeps_them_on_separate_devices(pipeline: Placement) -> None:
+    stages = ("a", "b", "c", "d")
+    values = [ValueNumbers("a.x", 1, "a", ("b", "d"), 0, 0), ValueNumbers("c.x", 1, "c", ("d",), 0, 0)]
+    assert separable(stages, values, ((0, 1), (2, 3)))
+    assert not separable(stages, values, ((0, 1), (3, 4))), "made in one and read in the other"
+    assert not separable(stages, values, ((1, 2), (3, 4))), "read in both"
+
+
+def test_parts_after_which_no_device_goes_on_get_no_items(pipeline: Placement) -> None:
+    held = held_by(pipeline, [("encode", "decode"), ("encode", "denoise"), ("decode",)])
+    assert [held.spans(of) for of in held.assignments] == [((2, 3),), ((0, 2),), ((2, 3),)]
+
+
+def test_what_fails_in_a_run_of_two_items_fails_alone(
+    flux: Any, crew: Any, cached_dry_runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart = placed(flux, 6, cached_dry_runs, (("encode", "decode"), ("denoise",)))
+    here, run = crew(apart), Worker.run
+
+    def fails(self: Worker, visits: Any) -> Any:
+        if any(of.inputs["seed"] == 2 and of.stages == ("decode",) for of in visits):
+            return [b""] * len(visits), Report(error=("BrokenPlan", "device a/0: broken"))
+        return run(self, visits)
+
+    monkeypatch.setattr(Worker, "run", fails)
+    several = [{"prompt": f"prompt {number}", "seed": number} for number in range(6)]
+    batch = ran_by(flux, apart, here, several)
+    assert batch.errors == {3: "device a/0: broken"}
+    assert list(batch.outputs) == [1, 2, 4, 5, 6]
+
+
 def test_a_slow_link_holds_devices_back_and_changes_no_bit(flux: Any, crew: Any, pipeline: Placement, single: Any) -> None:
     slow = replace(pipeline, cluster=cluster_of(3, 1e4))
     batch = ran_by(flux, slow, crew(slow), REQUESTS)
@@ -164,11 +250,16 @@ def test_items_that_are_sent_back_are_not_held_back_by_those_that_wait_for_them(
     flux: Any, pipeline: Placement, share: float
 ) -> None:
     several = [{"prompt": f"prompt {number % 5}", "seed": number % 9} for number in range(12)]
+    placements, most = [pipeline, *(held_by(pipeline, of) for of in RETURNING)], list[int]()
     for seed in range(20):
-        batch = ran_by(flux, pipeline, Losing(seed, share), several)
-        assert sorted([*batch.outputs, *batch.errors]) == list(range(1, 13))
-        assert share or not batch.errors
-        assert list(batch.outputs) == sorted(batch.outputs)
+        for placement in placements:
+            batch = ran_by(flux, placement, crew := Losing(seed, share), several)
+            assert sorted([*batch.outputs, *batch.errors]) == list(range(1, 13))
+            assert share or not batch.errors
+            assert list(batch.outputs) == sorted(batch.outputs)
+            most.append(crew.most)
+    assert max(most[:: len(placements)]) == 1
+    assert max(most) == 2
 
 
 def test_a_request_that_is_left_out_holds_nobody_up_who_would_share_its_runs(flux: Any, pipeline: Placement) -> None:

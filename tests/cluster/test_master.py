@@ -25,7 +25,8 @@ def case_of(number: int) -> Case:
 
 def placed(case: Case, objective: Objective, items: int = 100) -> Placement | None:
     try:
-        found = assignments_for(objective, case.cluster, case.pricing(cold=items == 1), case.values)
+        pricing = case.pricing(cold=items == 1, apart=objective == "throughput")
+        found = assignments_for(objective, case.cluster, pricing, case.values)
     except Unplaceable:
         return None
     placement = with_figures(case.placement(objective, found, items))

@@ -47,6 +47,17 @@ def test_load_and_first_open_with_the_first_call_and_steady_with_the_second() ->
     assert [at.enter("a"), at.enter("a"), at.enter("a"), at.enter("b"), at.finish()] == [[0, 1], [2], [], [3, 4], [5]]
 
 
+def test_slots_of_stages_that_a_run_leaves_out_open_on_the_way() -> None:
+    at = two()
+    at.leave_out({"s0"})
+    assert [at.ahead(), at.enter("b"), at.finish()] == [[0], [1, 2, 3, 4], [5]]
+    at = two()
+    at.leave_out({"s1"})
+    assert [at.enter("a"), at.enter("a"), at.enter("a"), at.finish()] == [[0, 1], [2], [], [3, 4, 5]]
+    with pytest.raises(BrokenPlan, match="b was called out of order"):
+        at.enter("b")
+
+
 def test_a_call_beyond_the_plan_stays_in_steady() -> None:
     at = two()
     assert [at.enter("a") for _ in range(4)] == [[0, 1], [2], [], []]

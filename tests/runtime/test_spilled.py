@@ -18,6 +18,8 @@ from graphrun.sim import Machine
 
 
 class Holder:
+    left_out = frozenset[str]()
+
     def __init__(self, **named: Any) -> None:
         self.named: dict[str, Any] = named
 
@@ -62,3 +64,11 @@ def test_the_trace_has_the_times_of_both_copies() -> None:
 def test_a_value_that_no_stage_has_produced_is_an_error() -> None:
     with pytest.raises(BrokenPlan, match="moves the value embeds, which no stage has produced"):
         Values(SimulatedDevice(Machine()), Holder()).spill("embeds")
+
+
+def test_a_value_that_only_stages_which_are_left_out_read_stays_away() -> None:
+    absent = Holder()
+    with pytest.raises(BrokenPlan, match="which no stage has produced"):
+        Values(SimulatedDevice(Machine()), absent).restore("decode.x")
+    absent.left_out = frozenset({"decode"})
+    assert Values(SimulatedDevice(Machine()), absent).restore("decode.x") == 0

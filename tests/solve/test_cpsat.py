@@ -12,9 +12,13 @@ import pytest
 from campaign import sampled
 from planner_random import random_problem
 from planner_real import real, with_backing_stores
+from test_splits import splittable
 
 from graphrun.model.problem import Problem
 from graphrun.solve.infeasible import Infeasible
+from graphrun.solve.milp import Formulation
+from graphrun.solve.orders import stage_choices
+from graphrun.solve.search import choose
 from graphrun.solve.solve import solve
 
 pytestmark = pytest.mark.long
@@ -42,7 +46,14 @@ def agrees(of: Problem, found: dict[str, float | None]) -> None:
         assert found["seconds"] is None
         return
     assert found["proven"]
-    assert found["seconds"] == pytest.approx(solution.bound_seconds, rel=1e-3, abs=1e-3)
+    assert found["seconds"] is not None
+    bound, simulated = solution.bound_seconds, solution.simulation.total_seconds
+    if simulated < found["seconds"] * (1 - 1e-3):  # its copies overlap more than the program knows, and the bound is another one
+        assert bound <= simulated * (1 + 1e-6)
+        answer = choose([Formulation(each.program) for each in stage_choices(of)[0]])
+        assert answer is not None
+        bound = answer.bound
+    assert found["seconds"] == pytest.approx(bound, rel=1e-3, abs=1e-3)
 
 
 GRAPHS = ("flux-dev", "sdxl", "hidream", "cogview4", "wan-14b", "auraflow")
@@ -90,6 +101,16 @@ def test_a_session_of_a_real_graph(tmp_path: Path) -> None:
     found = least(problems, tmp_path)
     for name, of in problems.items():
         agrees(of, found[name])
+
+
+@pytest.mark.sweep("cpsat")
+def test_random_problems_in_which_a_component_may_be_split(tmp_path: Path) -> None:
+    problems = {str(seed): splittable(seed)[0] for seed in range(60, 75)}
+    found = least(problems, tmp_path)
+    feasible = [name for name in problems if found[name]["seconds"] is not None]
+    assert sum(bool(solve(problems[name]).plan.splits) for name in feasible) >= 3
+    for name in problems:
+        agrees(problems[name], found[name])
 
 
 def test_random_problems_with_every_kind_of_choice(tmp_path: Path) -> None:

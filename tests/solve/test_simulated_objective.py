@@ -15,6 +15,7 @@ from campaign import sampled
 from planner_problems import GIB, MIB, component, problem
 from planner_random import random_problem
 from planner_real import real, with_backing_stores
+from test_splits import splittable
 
 from graphrun.model.choices import apply_choices
 from graphrun.model.plan import Plan
@@ -47,6 +48,13 @@ def excess(of: Problem) -> float:
     run = simulate(of, solution.plan)
     slots = len(run.slots) + (of.runs - 1) * len(run.again)
     return run.total_seconds - 1.01 * solution.objective_seconds - slots * block_seconds(of, solution.plan)
+
+
+def test_no_plan_simulates_faster_than_its_bound() -> None:
+    """In the first two problems a ring is filled while another block group computes."""
+    for of in (random_problem(2043), splittable(43)[0], splittable(71)[0], splittable(73)[0]):
+        solution = solve(of)
+        assert 0 < solution.bound_seconds <= solution.simulation.total_seconds * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("name", ["flux-dev", "sdxl"])

@@ -54,7 +54,10 @@ def splittable(seed: int) -> tuple[Problem, ComponentNumbers]:
     live = live_tensors(sum(len(group.blocks) for group in largest.groups), rng)
 
     def hopping(phase: PhaseNumbers) -> PhaseNumbers:
-        return replace(phase, uses=tuple(replace(u, live_tensors=live) if u.component == largest.name else u for u in phase.uses))
+        return replace(phase, uses=tuple(every_call(u) if u.component == largest.name else u for u in phase.uses))
+
+    def every_call(u: Use) -> Use:
+        return replace(u, live_tensors=live, group_calls=(u.calls,) * len(u.group_calls))
 
     options = tuple(replace(option, phases=tuple(map(hopping, option.phases))) for option in of.options)
     apart = {"exclude", "drop"}
@@ -252,6 +255,7 @@ def test_live_tensors_of_other_blocks_are_refused() -> None:
         (replace(use, live_tensors=(*live, LiveTensor(512, 0, (3, 2)))), "blocks [3, 2] get"),
         (replace(use, live_tensors=(*live, LiveTensor(512, 3, ()))), "blocks [] get"),
         (replace(use, live_tensors=live[:5]), "live_tensors are not of 11 blocks"),
+        (replace(use, group_calls=(9, 9, 7, 9)), "of blocks that run in each of 9 calls, and some run in 7"),
         (replace(use, order=((0, 0, 0.25), (1, 1, 1.0), (1, 0, 1.0))), "order has not the 11 blocks of live_tensors in a row"),
     )
     for other, message in forged:
