@@ -69,9 +69,13 @@ class Calls:
         """(parsed graphs, dry runs, meta modules, checks before a run). Asserts that only the solver simulates, each of its
         candidates once, and that only it checks plans otherwise, those that it keeps."""
         simulations, checks = self.by_caller("simulate"), self.by_caller("check")
-        assert simulations.pop("candidate_of") == self.found["plan_of"] > 0
-        assert simulations.pop("solution_of", 0) <= self.by_caller("checked_solution").get("_repeated_run", 0), "no plan_of there"
-        assert checks.pop("checked_solution", 0) == self.by_caller("checked_solution").get("_repeated_run", 0)
+        made, checked = self.by_caller("plan_of"), self.by_caller("checked_solution")
+        assert simulations.pop("candidate_of") == made.pop("candidate_of") > 0
+        assert made.pop("faster_baselines", 0) == checked.get("faster_baselines", 0)
+        assert made == {}
+        kept = checked.get("_repeated_run", 0) + checked.get("faster_baselines", 0)  # the former makes its plan of another one
+        assert simulations.pop("solution_of", 0) <= kept
+        assert checks.pop("checked_solution", 0) == kept
         assert 0 < checks.pop("_refined") <= self.found["plan_of"]
         before_runs = checks.pop("refuse_broken", 0)
         assert (simulations, checks) == ({}, {})

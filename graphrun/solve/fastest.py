@@ -62,9 +62,9 @@ class Found:
 
 def find(problem: Problem, *, layers: bool = True, enough: float = 0.0, like: Found | None = None) -> Found | None:
     """As `fastest`, for `find_near`. ``like``: what was found with more memory; what it splits into layers is split at once."""
-    if like is not None and like.choice is not None and (split := as_split(problem, like.solution)) is not problem:
-        if (other := _solve_as_split(split, enough=enough, baselines=False)) is not None:
-            return other
+    split = as_split(problem, like.solution) if like is not None and like.choice is not None else problem
+    if split is not problem and (known := _solve_as_split(split, enough=enough, baselines=False)) is not None:
+        return known
     tried = (_solve_as_split(each, enough=enough) for each in ever_finer(problem))
     found = next((of for of in tried if of is not None), None)
     if found is None:

@@ -143,7 +143,7 @@ def _in_rounds(problem: Problem) -> tuple[Solution | None, float | None]:
         reserve |= short
         if number != 1:
             less = _less_than_it_takes(solution, less)
-    return None, first and first.bound_seconds
+    return None, first.bound_seconds if first else None
 
 
 def _less_than_it_takes(solution: Solution, less: int) -> int:
@@ -157,7 +157,8 @@ def _less_than_it_takes(solution: Solution, less: int) -> int:
 
 
 def _with_less(problem: Problem, nbytes: int) -> Problem:
-    return _with_budget(problem, problem.budget_bytes - nbytes)
+    """``problem`` with so many bytes less for tensors."""
+    return replace(problem, budget_bytes=min(problem.budget_bytes, problem.hardware.capacity_bytes) - nbytes) if nbytes else problem
 
 
 def carried_over(problem: Problem, found: Solution, bound_seconds: float) -> Solution | None:
