@@ -177,6 +177,7 @@ class Holder:
 
     def __init__(self, value: torch.Tensor) -> None:
         self.named: dict[str, Any] = {"value": value}
+        self.left_out = frozenset[str]()
 
 
 def test_spill_and_restore(contract: Contract) -> None:
