@@ -2,7 +2,7 @@
 
     fastest -> replay -> over the budget? -> fastest, with what pages took beyond tensors set aside in the slots concerned
                                           -> fastest within the budget less what the first plan exceeded it by -> again, twice
-                                          -> fastest within 7/8, 3/4 of the budget
+                                          -> fastest within 15/16, 7/8, 3/4 of the budget
 
 The program counts bytes of tensors. Where the replay of its plan reserves more than the budget in a slot, what it reserves beyond
 the bytes of tensors is set aside in that slot, and the problem is solved again. Pages that were reserved earlier in a phase stay,
@@ -24,7 +24,8 @@ from graphrun.solve.least import has_usable_variants, smallest_tensor_budget, wi
 from graphrun.verify.solution import checked_solution, in_pages
 
 ROUNDS = 5
-SHARES = (1 / 8, 1 / 4)  # of the budget, left free
+RESERVED = 2  # the last round in which pages may be set aside by slot
+SHARES = (1 / 16, 1 / 8, 1 / 4)  # of the budget, left free
 
 Reserve = Mapping[tuple[str, str], int]  # (phase, part) -> bytes
 
@@ -130,7 +131,8 @@ def _in_rounds(problem: Problem) -> tuple[Solution | None, float | None]:
     less = 0
     for number in range(ROUNDS):
         aside, smaller = with_reserve(problem, reserve), _with_less(problem, less)
-        found = known and (find_near(aside, known) or (find_near(smaller, known) if number > 1 else None))
+        near = [aside] * (number <= RESERVED) + [smaller] * (number >= RESERVED)
+        found = next((of for each in near if (of := find_near(each, known)) is not None), None) if known else None
         if found is None:
             enough = known.solution.simulation.total_seconds if known else 0.0
             found = known = find(aside if number == 1 else smaller, enough=enough, like=known)
