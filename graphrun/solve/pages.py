@@ -108,11 +108,13 @@ def _with_budget(problem: Problem, nbytes: int) -> Problem:
 def _within_pages(problem: Problem) -> Solution | None:
     """The best plan found that keeps to the budget in pages; a baseline, where one that does is faster."""
     best, bound = _in_rounds(problem)
-    for share in SHARES if best is None and bound is not None else ():
+    if bound is None:
+        return None
+    for share in SHARES if best is None else ():
         found = find(_with_less(problem, int(share * problem.effective_bytes)))
         if found is None:
             break
-        solution = carried_over(problem, found.solution, bound or 0.0)
+        solution = carried_over(problem, found.solution, bound)
         if solution is not None and not solution.short_of_pages():
             best = solution
             break
@@ -124,13 +126,15 @@ def _within_pages(problem: Problem) -> Solution | None:
 
 def _in_rounds(problem: Problem) -> tuple[Solution | None, float | None]:
     """The first plan that keeps to the budget in pages, None where no round comes to one, and the bound, None where nothing fits.
-    A plan is first sought near the one before, of more memory; one as fast as that is not refined."""
+    A plan is first sought near the one before, of more memory; one as fast as that is not refined. What helpers lack is set aside
+    in every round."""
     first: Solution | None = None
     known: Found | None = None
     reserve = dict[tuple[str, str], int]()
     less = 0
     for number in range(ROUNDS):
-        aside, smaller = with_reserve(problem, reserve), _with_less(problem, less)
+        of_helpers = {key: nbytes for key, nbytes in reserve.items() if not key[1]}
+        aside, smaller = with_reserve(problem, reserve), with_reserve(_with_less(problem, less), of_helpers)
         near = [aside] * (number <= RESERVED) + [smaller] * (number >= RESERVED)
         found = next((of for each in near if (of := find_near(each, known)) is not None), None) if known else None
         if found is None:
@@ -141,7 +145,7 @@ def _in_rounds(problem: Problem) -> tuple[Solution | None, float | None]:
         solution = in_pages(found.solution) if first is None else carried_over(problem, found.solution, first.bound_seconds)
         first = first or solution
         if solution is None or not (short := solution.short_of_pages()):
-            return solution, found.solution.bound_seconds
+            return solution, first.bound_seconds if first else None
         reserve |= short
         if number != 1:
             less = _less_than_it_takes(solution, less)
