@@ -50,7 +50,7 @@ wheel: $(STAMP)
 tables: $(STAMP)
 	$(BIN)/python benchmarks/graph_table.py
 
-# An hour: the rows of docs/pipelines.md, each from what is seen.
+# Ten minutes: the rows of docs/pipelines.md, each from what is seen.
 pipelines: $(STAMP)
 	$(BIN)/python benchmarks/class_tables.py
 

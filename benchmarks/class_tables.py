@@ -1,6 +1,6 @@
 """The tables of pipeline classes in docs/pipelines.md: imported, attached, and features switched while attached.
 
-make pipelines                                   an hour on two cores; writes the rows of docs/pipelines.md
+make pipelines                                   ten minutes on one core; writes the rows of docs/pipelines.md
 python benchmarks/class_tables.py features       one table: imports, attached or features
 python benchmarks/class_tables.py attached ZImagePipeline    rows of the table of attached classes
 
