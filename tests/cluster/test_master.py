@@ -15,7 +15,7 @@ from graphrun.cluster.master import Unplaceable, assignments_for
 from graphrun.cluster.placement import Column, Objective, Placement, violations
 from graphrun.cluster.stream import steady_rate, with_figures
 
-CASES = sampled(range(300), range(30), "cluster")
+CASES = sampled(range(300), range(30), "cluster", of_all=90)
 
 
 def case_of(number: int) -> Case:

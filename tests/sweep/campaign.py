@@ -34,10 +34,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--started", type=float, default=time.time(), help=argparse.SUPPRESS)
 
 
-def sampled(cases: Iterable[Any], sample: Iterable[Any], part: str) -> list[Any]:
-    """``cases`` as parameters of a test: those in ``sample`` always run, the others in the part of the sweep called ``part``."""
+def sampled(cases: Iterable[Any], sample: Iterable[Any], part: str, **of: int) -> list[Any]:
+    """``cases`` as parameters of a test: those in ``sample`` always run, the others in the part of the sweep called ``part``, some
+    of them (``of_all``) where all parts run."""
     always = set(sample)
-    return [pytest.param(case, marks=[] if case in always else [pytest.mark.sweep(part)]) for case in cases]
+    return [pytest.param(case, marks=[] if case in always else [pytest.mark.sweep(part, **of)]) for case in cases]
 
 
 def part_of(item: pytest.Item) -> str | None:
