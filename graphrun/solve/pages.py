@@ -33,7 +33,9 @@ Reserve = Mapping[tuple[str, str], int]  # (phase, part) -> bytes
 def solved(problem: Problem) -> Solution | None:
     """The fastest plan within the budgets that was found, None where nothing fits. As `fastest`, with peaks in pages on a device
     that reserves these."""
-    if (found := _within_pages(problem)) is not None or not problem.counts_pages or (ideal := fastest(problem)) is None:
+    if (found := _within_pages(problem)) is not None and problem.helpers:
+        return min(found, _on_first_device(problem, found) or found, key=_seconds)
+    if found is not None or not problem.counts_pages or (ideal := fastest(problem)) is None:
         return found
     least = _least(_unlimited(problem))
     return (
@@ -41,6 +43,12 @@ def solved(problem: Problem) -> Solution | None:
         if least is not None and _peak_bytes(least) <= problem.effective_bytes
         else None
     )
+
+
+def _on_first_device(problem: Problem, known: Solution) -> Solution | None:
+    """The plan that leaves helpers alone: within the gap of ``known`` it may be the faster one."""
+    found = _within_pages(replace(problem, helpers=tuple(replace(helper, budget_bytes=0) for helper in problem.helpers)))
+    return None if found is None else carried_over(problem, found, known.bound_seconds)
 
 
 def smallest_budget(problem: Problem) -> int:

@@ -79,15 +79,22 @@ def test_where_the_first_device_is_short_the_encoder_is_on_the_second() -> None:
 
 
 @pytest.mark.sweep("helpers")
-def test_a_large_problem_is_no_slower_with_a_helper_than_without(dry: Any) -> None:
-    """It is solved within a gap, in which the plan with the helper was slower."""
-    graph, probed, inputs = dry("flux-dev")
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [("flux-dev", ("rtx4090", 24), ("rtx3060", 12)), ("wan-14b", ("rtx4080", 16), ("rtx4080", 16))],
+    ids=["flux-dev", "wan-14b"],
+)
+def test_a_large_problem_is_no_slower_with_a_helper_than_without(
+    name: str, first: tuple[str, int], second: tuple[str, int], dry: Any
+) -> None:
+    """It is solved within a gap, in which the plan with the helper was slower; Wan 14B in 16 GiB by 2 s of six hours, in pages."""
+    graph, probed, inputs = dry(name)
 
     def seconds(*helpers: Helper) -> float:
-        limits = Limits(24 * 2**30, 64 * 2**30, runs=10, helpers=helpers)
-        return solve(problem_of(graph, probed, devices.hardware("rtx4090"), limits, inputs)).simulation.total_seconds
+        limits = Limits(first[1] * 2**30, 64 * 2**30, runs=10, helpers=helpers)
+        return solve(problem_of(graph, probed, devices.hardware(first[0]), limits, inputs)).simulation.total_seconds
 
-    assert seconds(Helper(devices.hardware("rtx3060"), 12 * 2**30)) <= seconds()
+    assert seconds(Helper(devices.hardware(second[0]), second[1] * 2**30)) <= seconds()
 
 
 def test_a_problem_with_one_device_says_nothing_of_others() -> None:
