@@ -33,21 +33,18 @@ Reserve = Mapping[tuple[str, str], int]  # (phase, part) -> bytes
 def solved(problem: Problem) -> Solution | None:
     """The fastest plan within the budgets that was found, None where nothing fits. As `fastest`, with peaks in pages on a device
     that reserves these."""
-    if (found := _within_pages(problem)) is not None and problem.helpers:
+    found, bound = _within_pages(problem)
+    if found is not None and problem.helpers:
         return min(found, _on_first_device(problem, found) or found, key=_seconds)
-    if found is not None or not problem.counts_pages or (ideal := fastest(problem)) is None:
+    if found is not None or bound is None:
         return found
     least = _least(_unlimited(problem))
-    return (
-        carried_over(problem, least, ideal.bound_seconds)
-        if least is not None and _peak_bytes(least) <= problem.effective_bytes
-        else None
-    )
+    return carried_over(problem, least, bound) if least is not None and _peak_bytes(least) <= problem.effective_bytes else None
 
 
 def _on_first_device(problem: Problem, known: Solution) -> Solution | None:
     """The plan that leaves helpers alone: within the gap of ``known`` it may be the faster one."""
-    found = _within_pages(replace(problem, helpers=tuple(replace(helper, budget_bytes=0) for helper in problem.helpers)))
+    found, _ = _within_pages(replace(problem, helpers=tuple(replace(helper, budget_bytes=0) for helper in problem.helpers)))
     return None if found is None else carried_over(problem, found, known.bound_seconds)
 
 
@@ -89,7 +86,8 @@ def _least(problem: Problem) -> Solution | None:
         reserve |= short
     least = min(solutions, key=_peak_bytes, default=None)
     while least is not None and (budget := problem.overhead_bytes + _peak_bytes(least)) > floors[0]:
-        if (solution := _within_pages(_with_budget(problem, budget - 1))) is None:
+        solution, _ = _within_pages(_with_budget(problem, budget - 1))
+        if solution is None:
             break
         least = solution
     return least
@@ -113,11 +111,12 @@ def _with_budget(problem: Problem, nbytes: int) -> Problem:
     return replace(problem, budget_bytes=nbytes, hardware=replace(problem.hardware, capacity_bytes=capacity))
 
 
-def _within_pages(problem: Problem) -> Solution | None:
-    """The best plan found that keeps to the budget in pages; a baseline, where one that does is faster."""
+def _within_pages(problem: Problem) -> tuple[Solution | None, float | None]:
+    """The best plan found that keeps to the budget in pages, a baseline where one that does is faster, None where none is found;
+    and the bound, None where nothing fits."""
     best, bound = _in_rounds(problem)
     if bound is None:
-        return None
+        return None, None
     for share in SHARES if best is None else ():
         found = find(_with_less(problem, int(share * problem.effective_bytes)))
         if found is None:
@@ -127,9 +126,9 @@ def _within_pages(problem: Problem) -> Solution | None:
             best = solution
             break
     if best is None or best.proven_optimal:
-        return best
+        return best, bound
     faster = (other for other in faster_baselines(best) if not other.short_of_pages())
-    return min(faster, key=_seconds, default=best)
+    return min(faster, key=_seconds, default=best), bound
 
 
 def _in_rounds(problem: Problem) -> tuple[Solution | None, float | None]:
