@@ -21,6 +21,7 @@ Cost: about half again the time of a run. The same job is done on a card by ``to
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections import Counter
@@ -305,12 +306,17 @@ class _HostOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def spans_of(tensor: torch.Tensor) -> Spans:
     """The byte ranges of its storage that ``tensor`` covers, ascending and merged; those of a strided view exactly."""
-    if not tensor.numel():
+    if not (count := tensor.numel()):
         return ()
-    size = tensor.element_size()
-    dims = sorted(
-        (int(stride), int(length)) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1 and stride
-    )
+    size, offset = tensor.element_size(), int(tensor.storage_offset())
+    if tensor.is_contiguous():
+        return ((offset * size, (offset + count) * size),)
+    return _strided_spans(tuple(tensor.stride()), tuple(tensor.shape), offset, size)
+
+
+@functools.lru_cache(maxsize=256)  # the same views come in every call
+def _strided_spans(strides: tuple[int, ...], shape: tuple[int, ...], offset: int, size: int) -> Spans:
+    dims = sorted((stride, length) for stride, length in zip(strides, shape, strict=True) if length > 1 and stride)
     run = 1  # elements that lie side by side
     outer: list[tuple[int, int]] = []
     for stride, length in dims:
@@ -318,7 +324,7 @@ def spans_of(tensor: torch.Tensor) -> Spans:
             run = max(run, stride * (length - 1) + run)
         else:
             outer.append((stride, length))
-    starts = [int(tensor.storage_offset())]
+    starts = [offset]
     for stride, length in outer:
         starts = [start + stride * number for start in starts for number in range(length)]
     merged: list[list[int]] = []
@@ -345,7 +351,7 @@ def _overlap(one: Spans, other: Spans) -> bool:
 
 def _covers(outer: Spans, inner: Spans) -> bool:
     """Whether every byte of ``inner`` is in ``outer``; False where that would take long to tell."""
-    if outer == inner:
+    if outer is inner or outer == inner:
         return True
     return len(outer) == 1 and outer[0][0] <= inner[0][0] and inner[-1][1] <= outer[0][1]
 
@@ -378,8 +384,13 @@ def _code() -> str:
     """The innermost line outside PyTorch and this package that issued the access."""
     frame: Any = sys._getframe(2)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not any(part in name for part in _NOT_THE_ISSUER):
-            return f"{name.rpartition('/graphrun/')[2] or name}:{frame.f_lineno}"
+        if name := _issuer(frame.f_code.co_filename):
+            return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
+
+
+@functools.cache
+def _issuer(file: str) -> str:
+    """The name of ``file`` in a report, empty where it is one of PyTorch, of this package, or of what these call through."""
+    return "" if any(part in file for part in _NOT_THE_ISSUER) else file.rpartition("/graphrun/")[2] or file
