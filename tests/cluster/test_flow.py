@@ -251,7 +251,7 @@ def test_items_that_are_sent_back_are_not_held_back_by_those_that_wait_for_them(
 ) -> None:
     several = [{"prompt": f"prompt {number % 5}", "seed": number % 9} for number in range(12)]
     placements, most = [pipeline, *(held_by(pipeline, of) for of in RETURNING)], list[int]()
-    for seed in range(20):
+    for seed in range(8):
         for placement in placements:
             batch = ran_by(flux, placement, crew := Losing(seed, share), several)
             assert sorted([*batch.outputs, *batch.errors]) == list(range(1, 13))
