@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import secrets
-import time
 from collections import OrderedDict
 from typing import Any
 
@@ -82,7 +81,7 @@ def timing(job: Job) -> str:
 def model_of(graph: Graph, service: Service) -> dict[str, Any]:
     """A graph as ``/v1/models`` shows it: with its inputs, the limits of a request, and its plan at the defaults."""
     bounds = service.settings.bounds
-    found: dict[str, Any] = {"id": graph.name, "object": "model", "created": int(time.time()), "owned_by": "graphrun"}
+    found: dict[str, Any] = {"id": graph.name, "object": "model", "created": service.created, "owned_by": "graphrun"}
     found["inputs"] = {
         of.name: {"type": of.type, "required": of.required, **({} if of.default is None else {"default": of.default})}
         for of in graph.inputs.values()

@@ -73,6 +73,7 @@ class Service:
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.metrics, self.line = settings, Metrics(), Line()
+        self.created = int(time.time())
         self.graphs: dict[str, Graph] = {g.name: g for g in (api.load(path, trust=settings.trust) for path in settings.graphs)}
         self.defaults: dict[str, Shape] = {g.name: (g.name, settings_of(g, g.for_planning({}))) for g in self.graphs.values()}
         self.shapes: OrderedDict[tuple[Shape, float], asyncio.Future[PlannedShape]] = OrderedDict()  # by share of the budgets
