@@ -22,7 +22,7 @@ run: $(STAMP)
 quick: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist loadfile -m "not long" $(QUICK)
 
-# Eleven minutes on two cores: every small case.
+# Nine minutes on two cores: every small case.
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -n auto --dist worksteal
 

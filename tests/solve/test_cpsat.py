@@ -84,8 +84,8 @@ def test_real_graphs_with_backing_stores_and_precisions(tmp_path: Path) -> None:
 TWO_CARDS = ((8, 8, 10), (8, 6, 2), (6, 12, 1), (8, 1, 10))  # GiB of each, runs
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("case", sampled(TWO_CARDS, TWO_CARDS[1:2], "cpsat"), ids=str)
+@pytest.mark.sweep("cpsat")
+@pytest.mark.parametrize("case", TWO_CARDS, ids=str)
 def test_a_real_graph_over_two_cards(case: tuple[int, int, int], tmp_path: Path) -> None:
     """CP-SAT says of every block where it lies, the solver how many of each segment are elsewhere."""
     gib, on_helper, runs = case
@@ -103,12 +103,12 @@ def test_a_session_of_a_real_graph(tmp_path: Path) -> None:
         agrees(of, found[name])
 
 
-@pytest.mark.sweep("cpsat")
-def test_random_problems_in_which_a_component_may_be_split(tmp_path: Path) -> None:
-    problems = {str(seed): splittable(seed)[0] for seed in range(60, 75)}
+@pytest.mark.parametrize("seeds", sampled((range(60, 65), range(65, 75)), (range(60, 65),), "cpsat"), ids=str)
+def test_random_problems_in_which_a_component_may_be_split(seeds: range, tmp_path: Path) -> None:
+    problems = {str(seed): splittable(seed)[0] for seed in seeds}
     found = least(problems, tmp_path)
     feasible = [name for name in problems if found[name]["seconds"] is not None]
-    assert sum(bool(solve(problems[name]).plan.splits) for name in feasible) >= 3
+    assert sum(bool(solve(problems[name]).plan.splits) for name in feasible) >= len(seeds) / 5
     for name in problems:
         agrees(problems[name], found[name])
 
