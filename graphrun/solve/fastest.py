@@ -176,7 +176,13 @@ def _solve_as_split(
     first = choose([known]) if known and [known.program] == programs else choose_for(programs)
     if first is None:
         return None
-    program, best = _refined(problem, found[first.number], first, enough, baselines)
+    pairs = [(first, found[first.number])]
+    if first.large and problem.helpers:  # found within a gap, in which a plan for the first device alone may be faster
+        alone = [replace(each, program=of) for each in found if (of := each.program.on_first_device()) is not None]
+        if (second := choose_for([each.program for each in alone])) is not None:
+            pairs.append((second, alone[second.number]))
+    refined = [_refined(problem, chosen, answer, enough, baselines) for answer, chosen in pairs]
+    program, best = min(refined, key=lambda each: each[1].rank())
     objective, bound = program.seconds(best.choice), first.bound
     if best.simulation.total_seconds < bound * (1 - SLACK):  # its copies overlap more than the compute of their own groups
         bound = least_seconds([Formulation(replace(of, full_overlap=True)) for of in programs])

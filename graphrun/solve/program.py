@@ -461,6 +461,11 @@ class Program:
         """The program in which each component has one variant only: the one at this index."""
         return program_of(self.problem, tuple((variant,) for variant in variants)).alone(self.part)
 
+    def on_first_device(self) -> Program | None:
+        """The program without variants on helpers; None where a component has no other one."""
+        own = [[n for n in of if not self.variant_choices[n].variant.helper] for of in self.choices_of]
+        return program_of(self.problem, [[self.variant_choices[n].index for n in of] for of in own]) if all(own) else None
+
     @property
     def reference_seconds(self) -> float:
         """Seconds of one run's compute plus one copy of every block, each component in its first variant that may be chosen. The
