@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from campaign import sampled
 from placing import BUDGET, GRAPH, SMALL, Here, Losing, cluster_of, placed, ran_by
 
 import graphrun
@@ -245,13 +246,14 @@ def test_lost_values_are_made_again(flux: Any, crew: Any, pipeline: Placement, s
     assert always.errors == {1: f"its values were lost {LOSSES + 1} times"}
 
 
+@pytest.mark.parametrize("seeds", sampled((range(8), range(8, 20)), (range(8),), "cluster"), ids=str)
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.1])
 def test_items_that_are_sent_back_are_not_held_back_by_those_that_wait_for_them(
-    flux: Any, pipeline: Placement, share: float
+    flux: Any, pipeline: Placement, share: float, seeds: range
 ) -> None:
     several = [{"prompt": f"prompt {number % 5}", "seed": number % 9} for number in range(12)]
     placements, most = [pipeline, *(held_by(pipeline, of) for of in RETURNING)], list[int]()
-    for seed in range(8):
+    for seed in seeds:
         for placement in placements:
             batch = ran_by(flux, placement, crew := Losing(seed, share), several)
             assert sorted([*batch.outputs, *batch.errors]) == list(range(1, 13))
