@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,18 @@ def libraries_are_not_collected() -> None:
     """Exempts the million objects of imported libraries from garbage collection, which each failed run triggers."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def garbage_is_seldom_collected() -> Iterator[None]:
+    """Collects garbage at a fiftieth of the usual rate. Each dry run asks whether objects are frozen, and to count those of all
+    libraries takes a tenth of a second: here some always are."""
+    before, counted = gc.get_threshold(), gc.get_freeze_count
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "get_freeze_count", wraps(counted)(lambda: 1))
+        gc.set_threshold(50 * before[0], *before[1:])
+        yield
+    gc.set_threshold(*before)
 
 
 @pytest.fixture(scope="session", autouse=True)

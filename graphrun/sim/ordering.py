@@ -16,7 +16,7 @@ Accesses are exact byte ranges of storages. An allocation is a write by the stre
 stream: PyTorch's caching allocator hands the memory to the next allocation on that stream at once. Host memory that is freed is
 written by the host.
 
-Cost: about half again the time of a run. The same job is done on a card by ``torch.cuda._sanitizer``.
+Cost: a run of a small graph takes 1.6 to 1.8 times as long. The same job is done on a card by ``torch.cuda._sanitizer``.
 """
 
 from __future__ import annotations

@@ -228,6 +228,7 @@ def test_the_garbage_collector_state_is_restored(monkeypatch: pytest.MonkeyPatch
 
     from graphrun.profile import dry_run as probe
 
+    monkeypatch.setattr(gc, "get_freeze_count", gc.get_freeze_count.__wrapped__)
     seen, probed = list[bool](), dry("flux-tiny")[1]
     gc.freeze() if frozen else gc.unfreeze()
     before, later = gc.get_freeze_count(), [[number] for number in range(1000)]

@@ -23,7 +23,8 @@ Evaluate = Callable[[str], Any]
 
 @pytest.fixture
 def evaluate(tmp_path: Path) -> Iterator[Evaluate]:
-    """Evaluates JavaScript in a page of a headless browser, by the Chrome DevTools protocol."""
+    """Evaluates JavaScript in a page of a headless browser, by the Chrome DevTools protocol. Raises ValueError while there is no
+    page."""
     log = tmp_path / "log"
     options = [
         "--headless=new",
@@ -48,6 +49,8 @@ def evaluate(tmp_path: Path) -> Iterator[Evaluate]:
             connection.send(json.dumps({"id": number, "method": "Runtime.evaluate", "params": parameters}))
             while (answer := json.loads(connection.recv())).get("id") != number:
                 pass
+            if "error" in answer:  # another page is being loaded
+                raise ValueError(answer["error"])
             assert "exceptionDetails" not in answer["result"], answer
             return answer["result"]["result"].get("value")
 

@@ -187,6 +187,7 @@ def _code(graph: Graph) -> dict[str, str]:
     return {name: package_digest(name) for name in graph.trust}
 
 
+@functools.cache
 def _version(package: str) -> str:
     try:
         return version(package)
