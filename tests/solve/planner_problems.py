@@ -8,7 +8,8 @@ MIB, GIB = 2**20, 2**30
 
 
 def hardware(capacity_bytes: int = 2**40, context_bytes: int = 0, workspace_bytes: int = 0) -> Hardware:
-    return Hardware("test", "sim", capacity_bytes, context_bytes, workspace_bytes, 25e9, 6e9, 25e9, 0.8, 3e9, 1e14)
+    rates = 25e9, 6e9, 25e9, 0.8, 3e9, 1e14
+    return Hardware("test", "sim", capacity_bytes, context_bytes, workspace_bytes, *rates, basis="declared")
 
 
 def component(
