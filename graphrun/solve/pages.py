@@ -44,11 +44,12 @@ def solved(problem: Problem) -> Solution | None:
     """The fastest plan within the budgets that was found, None where nothing fits. As `fastest`, with peaks in pages on a device
     that reserves these.
 
-    On one device whose disk's rate is assumed, a nearly equal plan that loses less on a slower or faster disk is preferred.
+    On one device whose disk's rate is assumed, a nearly equal plan that loses less on a slower or faster disk is preferred; not to
+    a plan that may lose as much to a faster one on the disk assumed.
     """
     found = _solved(problem)
     known = problem.hardware.basis != "prior" or problem.helpers
-    return found if found is None or known else _preferred(problem, found)
+    return found if found is None or known or found.gap > LEAST_LOSS else _preferred(problem, found)
 
 
 def _preferred(problem: Problem, fast: Solution) -> Solution:

@@ -37,7 +37,7 @@ def worst(taken: list[float], *others: list[float]) -> float:
     return max(times * (row[0] - min(row)) for times, row in zip((4, 1, 1), rows, strict=True))
 
 
-@pytest.mark.parametrize("seed", [115, 170, 268, 112])
+@pytest.mark.parametrize("seed", [717, 773, 3238, 3371])
 def test_of_nearly_equal_plans_the_one_that_loses_least_where_the_disk_is_another(seed: int) -> None:
     fast, sure = both(random_problem(seed), *DISK_ERRORS)
     assert sure[0] <= 1.03 * fast[0]
@@ -45,11 +45,11 @@ def test_of_nearly_equal_plans_the_one_that_loses_least_where_the_disk_is_anothe
 
 
 def test_what_is_preferred_is_still_measured_against_the_bound() -> None:
-    found = solved(known(random_problem(170), "prior"))
+    found = solved(known(random_problem(3371), "prior"))
     assert found is not None
-    fast = solved(known(random_problem(170), "measured"))
+    fast = solved(known(random_problem(3371), "measured"))
     assert fast is not None
-    assert found.plan != fast.plan
+    assert found.plan.slots != fast.plan.slots
     assert (found.bound_seconds, found.objective_seconds) == (fast.bound_seconds, fast.objective_seconds)
 
 
