@@ -36,7 +36,10 @@ fuzz: $(STAMP)
 	$(BIN)/python tests/hostile/fuzzing.py $(if $(SEED),--seed=$(SEED)) $(if $(SEEDS),--seeds=$(SEEDS)) $(if $(MINUTES),--minutes=$(MINUTES))
 
 lint: $(STAMP)
-	@$(BIN)/mypy & types=$$!; $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports --no-cache && wait $$types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 # A minute: dist/graphrun-*.whl, with dry runs of the graphs, so that the first plan of one takes two seconds.
 wheel: $(STAMP)

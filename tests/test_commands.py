@@ -95,14 +95,14 @@ def test_a_frontier_on_which_nothing_fits_says_what_would(graphrun: Cli) -> None
 
 def test_the_budget_of_one_of_two_devices_is_varied(graphrun: Cli) -> None:
     options = ("--device", "sim:0,sim:1", "--set", "steps=1", "--json", "--vram")
-    code, out, _ = graphrun("frontier", TINY, *options, "3M,1M:3M:2M")
+    code, out, _ = graphrun("frontier", TINY, *options, "3M,1M:4M:1M")
     data = json.loads(out)
     assert (code, data["device"]) == (0, 1)
     seconds = [point["predicted_seconds"] for point in data["points"]]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] < seconds[0]
     assert all(point["peak_bytes"] <= point["budget_bytes"] for point in data["points"])
-    least, most = (json.loads(graphrun("plan", TINY, *options, f"3M,{last}M")[1]) for last in (1, 3))
+    least, most = (json.loads(graphrun("plan", TINY, *options, f"3M,{last}M")[1]) for last in (1, 4))
     assert [least["predicted_seconds"], most["predicted_seconds"]] == pytest.approx([seconds[0], seconds[-1]])
     code, out, _ = graphrun("frontier", TINY, *options[:-2], "--vram", "2M:3M:1M,1M")
     assert "budgets: device0 sim is varied, device1 sim 1.00 MiB" in out

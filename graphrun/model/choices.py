@@ -10,7 +10,7 @@ Also computes with how much compute the copies of each block group can overlap (
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from graphrun.errors import PlanError
@@ -20,6 +20,16 @@ from graphrun.model.splits import arguments_bytes, with_splits
 
 # Blocks for which a ring has room, and likewise the bounce buffer of a backing store on disk (`Variant.host_bytes`).
 BUFFERED_BLOCKS = 2
+
+
+def with_each_variant(problem: Problem, change: Callable[[Variant], Variant]) -> Problem:
+    """``problem`` with ``change`` applied to every variant of its components, and of their layers."""
+
+    def changed(component: ComponentNumbers) -> ComponentNumbers:
+        layers = component.layers and changed(component.layers)
+        return replace(component, variants=tuple(map(change, component.variants)), layers=layers)
+
+    return replace(problem, components=tuple(map(changed, problem.components)))
 
 
 def overlap_seconds(order: Sequence[tuple[int, int, float]], variant: Variant) -> list[float]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from graphrun.model.choices import with_each_variant
 from graphrun.model.least_memory import used_components
-from graphrun.model.problem import ComponentNumbers, Problem, Variant
+from graphrun.model.problem import Problem, Variant
 from graphrun.model.solution import Solution
 from graphrun.solve.repairs import Repair, permissions, predicted_seconds
 
@@ -72,8 +73,4 @@ def _as_used(problem: Problem) -> Problem:
         seconds = {"disk_seconds": read} if variant.backing_store == "disk" else {"read_seconds": read}
         return replace(variant, read_bytes=(), transient_bytes=0, **seconds)  # type: ignore[arg-type]
 
-    def held(component: ComponentNumbers) -> ComponentNumbers:
-        layers = component.layers and held(component.layers)
-        return replace(component, variants=tuple(map(stored, component.variants)), layers=layers)
-
-    return replace(problem, components=tuple(map(held, problem.components)))
+    return with_each_variant(problem, stored)

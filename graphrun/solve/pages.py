@@ -19,7 +19,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 
-from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem, Variant
+from graphrun.model.choices import with_each_variant
+from graphrun.model.plan import Plan
+from graphrun.model.problem import PhaseNumbers, Problem, Variant
 from graphrun.model.solution import Solution
 from graphrun.solve.fastest import Found, as_split, faster_baselines, fastest, find, find_near
 from graphrun.solve.least import has_usable_variants, smallest_tensor_budget, with_ample_host
@@ -61,6 +63,8 @@ def _preferred(problem: Problem, fast: Solution) -> Solution:
             here = carried_over(problem, sure, fast.bound_seconds)
             if here is not None and fast.bound_seconds <= _seconds(here) <= (1 + MOST_PRICE) * _seconds(fast):
                 found.append(replace(here, bound_seconds=fast.bound_seconds, objective_seconds=fast.objective_seconds))
+    if len(found) == 1:
+        return fast
     taken = [[_seconds_with(of, each) for each in found] for of in (problem, *others)]
     rows = list(zip((ASSUMED_COUNTS, 1, 1), taken, strict=True))
     worst = [max(times * (row[number] - min(row)) for times, row in rows) for number in range(len(found))]
@@ -76,8 +80,7 @@ def _may_lose(problem: Problem, fast: Solution) -> bool:
 
 def _seconds_with(problem: Problem, found: Solution) -> float:
     """What the plan of ``found`` takes with the times of ``problem``."""
-    of = as_split(problem, found)
-    return simulate(of, replace(found.plan, problem=of.digest)).total_seconds
+    return simulate(*_plan_for(problem, found)).total_seconds
 
 
 def with_other_disk(problem: Problem, error: float) -> Problem:
@@ -87,11 +90,7 @@ def with_other_disk(problem: Problem, error: float) -> Problem:
         reads = {name: tuple(error * of for of in getattr(variant, name)) for name in ("read_seconds", "disk_seconds")}
         return replace(variant, **reads)  # type: ignore[arg-type]
 
-    def held(component: ComponentNumbers) -> ComponentNumbers:
-        layers = component.layers and held(component.layers)
-        return replace(component, variants=tuple(map(read, component.variants)), layers=layers)
-
-    return replace(problem, components=tuple(map(held, problem.components)))
+    return with_each_variant(problem, read)
 
 
 def _solved(problem: Problem) -> Solution | None:
@@ -238,9 +237,14 @@ def _with_less(problem: Problem, nbytes: int) -> Problem:
 
 def carried_over(problem: Problem, found: Solution, bound_seconds: float) -> Solution | None:
     """The plan of ``found`` as a solution of ``problem``, whose numbers differ in budgets and in what is set aside."""
-    of = as_split(problem, found)
     objective = found.objective_seconds
-    return checked_solution(of, replace(found.plan, problem=of.digest), min(bound_seconds, objective), objective)
+    return checked_solution(*_plan_for(problem, found), min(bound_seconds, objective), objective)
+
+
+def _plan_for(problem: Problem, found: Solution) -> tuple[Problem, Plan]:
+    """``problem``, split as for ``found``, and the plan of ``found`` for it."""
+    of = as_split(problem, found)
+    return of, replace(found.plan, problem=of.digest)
 
 
 def with_pages_of_least(problem: Problem) -> Problem:
