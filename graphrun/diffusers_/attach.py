@@ -65,7 +65,7 @@ from graphrun.report.screen import measured_screen, plan_screen
 from graphrun.report.summary import summarize
 from graphrun.runtime.devices.device import Device, device_lock
 from graphrun.runtime.executor import follow, refuse_broken
-from graphrun.sim.autocast import dtype_on
+from graphrun.sim.casts import dtype_on
 from graphrun.solve.solve import solve
 from graphrun.solve.transitions import continued
 from graphrun.systems import refuse_forked

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from graphrun import sim
 from graphrun.diffusers_.call_arguments import copy_for_dry_run, describe_arguments
 from graphrun.diffusers_.live import graph_of, kept_by, meta_module_of
 from graphrun.diffusers_.text_lengths import TextLengths
@@ -35,7 +34,8 @@ from graphrun.profile.problems import Limits, problem_of
 from graphrun.profile.recording import Call as Traced
 from graphrun.profile.recording import ComponentProfile, DryRun, Recording, StageEnd
 from graphrun.profile.returned import Returned
-from graphrun.sim.autocast import following
+from graphrun.sim.casts import following
+from graphrun.sim.dry import PLANNED, DryMachine
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class MetaPipeline:
 
     def _copy(self, traced: LiveProber | None = None) -> None:
         """Copies the pipeline. ``traced``: the prober of an earlier copy."""
-        self.pipe, self.meta_modules = meta_module_of(self._live_pipe, sim.device, self._modules)
+        self.pipe, self.meta_modules = meta_module_of(self._live_pipe, PLANNED, self._modules)
         self.prober = LiveProber(self.meta_modules, self._modules, traced)
         self.dtype_variants = self.prober.dtype_variants
         self._meta_modules_by_id = {id(module): self.meta_modules[name] for name, module in self._modules.items()}
@@ -101,13 +101,13 @@ class MetaPipeline:
             with (
                 _preserve_random_state(),
                 torch.no_grad(),
-                sim.Machine() as machine,
+                DryMachine() as machine,
                 self.prober.interceptor,
                 self.prober.text_lengths.watching(self.pipe),
                 following(call.autocast),
             ):
-                args = copy_for_dry_run(call.args, sim.device, self._meta_modules_by_id)
-                kwargs = copy_for_dry_run(call.kwargs, sim.device, self._meta_modules_by_id)
+                args = copy_for_dry_run(call.args, PLANNED, self._meta_modules_by_id)
+                kwargs = copy_for_dry_run(call.kwargs, PLANNED, self._meta_modules_by_id)
                 machine.on_cut = self.prober.text_lengths.cut
                 machine.listener = recording  # set after copying the arguments: the caller's tensors are not part of the call
                 call.find(self)(*args, **kwargs)

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphrun import sim
 from graphrun.errors import GraphrunError
 from graphrun.graph.graph import Component, Graph
 from graphrun.limits import require
@@ -42,7 +41,8 @@ from graphrun.profile.recording import Call, ComponentProfile, DryRun, Event, Re
 from graphrun.profile.repeats import Repeats
 from graphrun.profile.returned import Returned, returned
 from graphrun.sim.active import active
-from graphrun.sim.autocast import dtype_on, following
+from graphrun.sim.casts import dtype_on, following
+from graphrun.sim.dry import PLANNED, DryMachine
 from graphrun.sim.tensor import SimTensor
 from graphrun.units import MIB, round_up, show_size
 
@@ -62,7 +62,7 @@ def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | 
         holding(component, meta_modules[name])
     parts = {part.name: build_part(part, graph, planning=True) for part in graph.parts.values()}
     prober = Prober(meta_modules, weights=random_weights(graph))
-    with sim.Machine() as machine, prober.interceptor:
+    with DryMachine() as machine, prober.interceptor:
         machine.listener = prober.recording
         machine.hollow_bytes = HOLLOW_BYTES
 
@@ -72,7 +72,7 @@ def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | 
                 prober.recording.values[f"{stage}.{name}"] = frozenset(keys)
             prober.recording.items.append(StageEnd(stage))
 
-        stages = Stages(graph, meta_modules, sim.device, inputs, parts, meta_modules, options=options or {}, planning=True)
+        stages = Stages(graph, meta_modules, PLANNED, inputs, parts, meta_modules, options=options or {}, planning=True)
         stages.after_stage = after_stage
         stages.run()
     probed = DryRun(prober.recording, prober.profiles(graph))
@@ -103,13 +103,13 @@ class Prober:
         self.meta_modules = dict(meta_modules)
         self._weights = weights
         self.recording = Recording()
-        self.interceptor = CallInterceptor(meta_modules, sim.device, around=self.answer, reads=_device_zeros, casts=casts)
+        self.interceptor = CallInterceptor(meta_modules, PLANNED, around=self.answer, reads=_device_zeros, casts=casts)
         self.routed: dict[str, set[str]] = defaultdict(set)  # see `routed_lists`
         self._traces: dict[Any, tuple[Call, Returned]] = {}
         self._hook_state: dict[str, list[torch.Tensor]] = {}  # by component, what its hooks hold between its calls
 
     def signature(
-        self, component: str, entry: str, args: Any, kwargs: Any, device_type: str = sim.device.type, *, texts: bool = True
+        self, component: str, entry: str, args: Any, kwargs: Any, device_type: str = PLANNED.type, *, texts: bool = True
     ) -> Any:
         """A key that is equal for calls that one trace can serve: same component, entry point and argument shapes, under the same
         autocast for ``device_type``. Without ``texts`` it is equal for calls that differ in texts only."""
@@ -134,8 +134,8 @@ class Prober:
         call, result = self.trace(component, entry, proceed, args, kwargs)
         self.recording.items.append(call)
         if held := _held_by_hooks(self.meta_modules[component]):
-            self._hook_state[component] = [torch.empty(each.nbytes(), dtype=torch.uint8, device=sim.device) for each in held]
-        return result.materialize((args, kwargs), sim.device)
+            self._hook_state[component] = [torch.empty(each.nbytes(), dtype=torch.uint8, device=PLANNED) for each in held]
+        return result.materialize((args, kwargs), PLANNED)
 
     def begin(self, recording: Recording) -> Recording:
         """Begins another dry run, which is appended to ``recording``."""
@@ -249,7 +249,7 @@ class Prober:
                 recorder.hold(_held_by_hooks(module))
                 repeats = Repeats(module, recorder) if on_meta else nullcontext()
                 fused = FusedAttention(recorder) if on_meta else nullcontext()
-                with torch.no_grad(), following(dtype_on(sim.device.type)), repeats, fused, recorder, _beside(recorder):
+                with torch.no_grad(), repeats, fused, recorder, following(dtype_on(PLANNED.type)), _beside(recorder):
                     out = proceed(*arguments[0], **arguments[1])
                 recorder.returns(out)
                 put = {n: content_of(holder) for n, holder in enumerate(holders) if list(map(id, tensors_in(holder))) != held[n]}
@@ -259,7 +259,7 @@ class Prober:
                 recorder.end(besides=_held_by_hooks(module))
                 kept = recorder.live
         finally:
-            self.interceptor.device = sim.device
+            self.interceptor.device = PLANNED
             recorder.close()
         return recorder.record, result, kept
 
@@ -372,7 +372,7 @@ def _in_every_precision(profile: ComponentProfile, graph: Graph, component: Comp
 
 def _device_zeros(component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
     """Zeros on the device for a weight that the pipeline's own code reads: the code copies it there, which takes memory."""
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=sim.device)
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=PLANNED)
 
 
 def _to_meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ from graphrun.profile.corrections import Convolution, attention_scratch, convolu
 from graphrun.profile.costs import tiles
 from graphrun.profile.meta_ops import META, on_meta
 from graphrun.profile.recording import Call, Event, Hop, Kernel, KernelClass, Product, Span
-from graphrun.sim.autocast import dtype_on
+from graphrun.sim.casts import KIND, dtype_on
 from graphrun.sim.flops import launches_kernel
 from graphrun.units import round_up
 
@@ -449,7 +449,7 @@ class FusedAttention(TorchFunctionMode):
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
         query, key, value = (*args, *(kwargs[name] for name in ("query", "key", "value")[len(args) :]))[:3]
-        if (lower := dtype_on("sim")) is not None:
+        if (lower := dtype_on(KIND)) is not None:
             query, key, value = (tensor.to(lower) for tensor in (query, key, value))
         shape = (*query.shape[:-1], value.shape[-1])
         by_head = query.new_empty(*shape[:-3], shape[-2], shape[-3], shape[-1]).transpose(-3, -2) if len(shape) > 3 else None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from graphrun.sim.dry import PLANNED, DryMachine
 from graphrun.sim.host_flops import HostFlops
 from graphrun.sim.ledger import SimulatedOutOfMemory
 from graphrun.sim.machine import Machine, SimulatedCopyError
@@ -20,7 +21,17 @@ from graphrun.sim.register import available, register
 if TYPE_CHECKING:
     device: torch.device
 
-__all__ = ["HostFlops", "Machine", "SimulatedCopyError", "SimulatedOutOfMemory", "available", "device", "register"]
+__all__ = [
+    "PLANNED",
+    "DryMachine",
+    "HostFlops",
+    "Machine",
+    "SimulatedCopyError",
+    "SimulatedOutOfMemory",
+    "available",
+    "device",
+    "register",
+]
 
 
 def __getattr__(name: str) -> torch.device:

@@ -24,3 +24,10 @@ def active_machine(device: Any = None) -> Any:
     if number >= len(machine.machines):
         raise RuntimeError(f"there is no device sim:{number}: the active machine has {len(machine.machines)}")
     return machine.machines[number]
+
+
+def is_simulated(device: Any) -> bool:
+    """Whether ``device`` is ``sim``, or one that the active machine simulates."""
+    kind = torch.device(device).type
+    machine = active.get()
+    return kind == "sim" or (machine is not None and kind in machine.device_types)

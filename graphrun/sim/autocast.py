@@ -1,14 +1,13 @@
 """``torch.autocast("sim")``: operators that CUDA computes in the lower precision, in fp32, or in the widest of their arguments.
 
 PyTorch has these rules for its own devices only (``AT_FORALL_*`` in aten/src/ATen/autocast_mode.h of 2.13, for CUDA). The kernels
-cast tensors on ``sim``; in a trace (`following`) also those on meta and on the CPU. Weights are cast anew in each call: a cache of
-casts would hold memory that no plan knows.
+cast tensors on ``sim``; in dry runs `graphrun.sim.casts` does. Weights are cast again in each call: a cache of casts would occupy
+memory that no plan knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,49 +28,6 @@ WIDEST = "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatte
 
 _KEY: Any = torch._C._parse_dispatch_key("AutocastPrivateUse1")
 _SIM = "sim"
-
-
-def dtype_on(device_type: str) -> torch.dtype | None:
-    """The dtype of the autocast that is on for ``device_type``; None where it is off."""
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-
-
-@contextmanager
-def following(dtype: torch.dtype | None) -> Iterator[None]:
-    """A context for dry runs and traces of code that ran under autocast to ``dtype`` on its device (None: under none).
-
-    In it, ``torch.autocast`` for ``cuda`` and ``meta`` is one for ``sim``, and tensors on meta and on the CPU follow it as well as
-    those on ``sim``.
-    """
-    kind: Any = torch.autocast
-    own = kind.__init__, kind.__enter__, kind.__exit__
-    before = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
-
-    def begin(autocast: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        if device_type not in ("cuda", "meta"):
-            return own[0](autocast, device_type, *args, **kwargs)  # type: ignore[no-any-return]
-        dtype = args[0] if args else kwargs.pop("dtype", None)
-        if dtype == torch.float32:  # Mochi's positions: PyTorch turns autocast off, with a warning
-            dtype, kwargs["enabled"] = None, False
-        own[0](autocast, _SIM, dtype, *args[1:], **kwargs)
-
-    def enter(autocast: Any) -> Any:
-        entered = own[1](autocast)
-        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, torch.is_autocast_enabled(_SIM))
-        return entered
-
-    def leave(autocast: Any, *error: Any) -> Any:
-        left = own[2](autocast, *error)
-        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, torch.is_autocast_enabled(_SIM))
-        return left
-
-    kind.__init__, kind.__enter__, kind.__exit__ = begin, enter, leave
-    try:
-        with torch.autocast(_SIM, dtype=dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False):
-            yield
-    finally:
-        kind.__init__, kind.__enter__, kind.__exit__ = own
-        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, before)
 
 
 def register() -> tuple[Any, ...]:
@@ -115,8 +71,7 @@ def _kernel(func: Any, dtype_of: Callable[[list[torch.Tensor]], torch.dtype]) ->
 
 
 def _is_eligible(tensor: torch.Tensor) -> bool:
-    here = tensor.device.type == _SIM or torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
-    return here and tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.device.type == _SIM and tensor.is_floating_point() and tensor.dtype != torch.float64
 
 
 def _lower(_: list[torch.Tensor]) -> torch.dtype:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrun.sim.active import active_machine
+from graphrun.sim.active import active_machine, is_simulated
 from graphrun.sim.flops import FORMULAS, Formula, launches_kernel
 from graphrun.sim.special import INDEXING, LEAVES, SPECIAL, Handler
 from graphrun.sim.tensor import SimTensor, sync_storage, wrap, wrap_all
@@ -160,10 +160,11 @@ def _options(kwargs: Mapping[str, Any], options: dict[str, Any], tensors: list[A
     on_host = False
     for key, value in kwargs.items():
         if key == "device":
-            on_host = value is not None and torch.device(value).type != "sim"
+            on_host = value is not None and not is_simulated(value)
             options[key] = value if on_host else torch.device("cpu")
         elif key == "generator" and value is not None:
-            raise RuntimeError(f"Expected a 'sim' device type for generator but found '{value.device.type}'")
+            expected = active_machine().device.type
+            raise RuntimeError(f"Expected a '{expected}' device type for generator but found '{value.device.type}'")
         elif key != "pin_memory":
             options[key] = _unwrap(value, tensors)
     return on_host
@@ -203,3 +204,6 @@ def _apart(traits: Traits, one: Any, other: Any) -> RuntimeError:
 
 def _is_index(traits: Traits, args: Sequence[Any], tensor: torch.Tensor) -> bool:
     return traits.indexing and any(tensor is index for index in args[1])
+
+
+SimTensor.__torch_dispatch__ = staticmethod(dispatch)

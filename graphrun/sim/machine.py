@@ -5,7 +5,7 @@ Tensors and operators report allocations, FLOPs and copies to it; it knows no op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import Token
 from math import inf
@@ -69,7 +69,6 @@ class Machine(Ledger):
         page_lock_seconds: float = 0.0,
         beside: Machine | None = None,
     ) -> None:
-        register()
         super().__init__(capacity_bytes, fail_allocation, pages)
         self.h2d_bytes_per_second = positive("h2d_bytes_per_second", h2d_bytes_per_second)
         self.d2h_bytes_per_second = positive("d2h_bytes_per_second", d2h_bytes_per_second)
@@ -81,7 +80,8 @@ class Machine(Ledger):
         self.machines.append(self)
         number = len(self.machines) - 1
         self.first_key = number << 40
-        self.device = torch.device("sim", number)
+        self.device, self.shell_device = self._devices(number)
+        self.device_types: Collection[str] = {self.device.type, self.shell_device.type}
         self.name = str(self.device)
         self.clock: Clock = Clock(launch_seconds, copy_start_seconds, None if beside is None else beside.clock)
         self._page_lock_seconds = page_lock_seconds
@@ -95,6 +95,12 @@ class Machine(Ledger):
         self.hollow_bytes: int | None = None
         self.on_cut: Callable[[list[torch.Tensor]], None] | None = None
         self._token: Token[Any] | None = None
+
+    def _devices(self, number: int) -> tuple[torch.device, torch.device]:
+        """The device that tensors of machine ``number`` report, and the one that C++ sees. Registers ``sim``."""
+        register()
+        device = torch.device("sim", number)
+        return device, device
 
     def release(self, key: int, size: int) -> None:
         """Stops counting storage ``key`` of ``size`` bytes."""

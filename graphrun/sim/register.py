@@ -22,7 +22,6 @@ from graphrun.sim.clock import Clock
 from graphrun.sim.clock import Stream as Timeline
 from graphrun.sim.dispatch import dispatch
 from graphrun.sim.special import LEAVES, SPECIAL
-from graphrun.sim.tensor import SimTensor
 
 try:  # experimental in PyTorch 2.13: it may move or change
     from torch.utils import backend_registration
@@ -134,7 +133,6 @@ def register() -> None:
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name in (name.removeprefix("aten::") for name in (*SPECIAL, *sorted(LEAVES))):
         library.impl(name, _kernel(name), "PrivateUse1")
-    SimTensor.__torch_dispatch__ = staticmethod(dispatch)
     _setup(NAME, backend_module=DeviceModule(library, *autocast.register()))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from graphrun.sim.active import active_machine
+from graphrun.sim.active import active_machine, is_simulated
 from graphrun.sim.ledger import rounded
 from graphrun.sim.tensor import SimTensor, page_locked, replace, sync_storage, wrap
 
@@ -50,8 +50,8 @@ def _to_copy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     options = {key: value for key, value in kwargs.items() if key in ("dtype", "layout", "memory_format")}
     from_sim = type(source) is SimTensor
     target = kwargs.get("device")
-    kind = "sim" if target is None else torch.device(target).type
-    to_sim = kind == "sim"
+    to_sim = from_sim if target is None else is_simulated(target)
+    to_meta = not to_sim and torch.device(target).type == "meta"
     raw = source.raw if from_sim else source
     nbytes = raw.numel() * (options.get("dtype") or raw.dtype).itemsize
     machine = source.allocation.machine if from_sim else active_machine(target)
@@ -60,7 +60,7 @@ def _to_copy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     non_blocking = bool(kwargs.get("non_blocking"))
     if not to_sim:
         options["device"] = target
-        if kind != "meta":
+        if not to_meta:
             waits = machine.copy_out(
                 nbytes, non_blocking, pageable=not non_blocking
             )  # CUDA's result is page-locked if non_blocking
@@ -71,7 +71,7 @@ def _to_copy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         machine.clock.launch()
     copied = func(raw, **options)
     made = wrap(copied, machine) if to_sim else copied
-    if machine.ordering is not None and kind != "meta":
+    if machine.ordering is not None and not to_meta:
         if from_sim and to_sim:
             machine.ordering.operator("aten::_to_copy", machine.agent(), (raw,), (copied,))
         else:

@@ -1,10 +1,11 @@
-"""Tensor subclass of the simulated device: holds a CPU tensor and reports device ``sim:0``. Operators: ``dispatch.py``.
+"""Tensor subclass of a simulated device: holds a CPU tensor and reports the machine's device. Operators: ``dispatch.py``.
 
 A storage has its ``Allocation`` as an attribute, so views find it, and it is released exactly when the storage is freed.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,11 @@ _data: Any = torch._C.TensorBase.data  # the original property, also if torch.Te
 
 
 class SimTensor(torch.Tensor):
-    """A tensor on ``sim:0``. ``raw`` is the CPU tensor with its data, ``allocation`` the counted allocation of its storage."""
+    """A tensor on a simulated device. ``raw`` is the CPU tensor with its data, ``allocation`` the counted
+    allocation of its storage.
+
+    C++ sees a tensor on the machine's ``shell_device``. Python reads the machine's ``device``; the two differ in
+    dry runs (`graphrun.sim.dry`)."""
 
     raw: torch.Tensor
     allocation: Allocation
@@ -28,14 +33,78 @@ class SimTensor(torch.Tensor):
         """A Parameter of ``data``, for code that constructs a parameter by ``type(param)`` (accelerate). Use ``wrap`` otherwise."""
         return torch.nn.Parameter(data, requires_grad)
 
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The machine's device."""
+        device: torch.device = self.allocation.machine.device
+        return device
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        """Whether the machine's device is a CUDA device."""
+        return self.device.type == "cuda"
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        """False: a simulated tensor has values."""
+        return False
+
+    def get_device(self) -> int:
+        """The index of the machine's device."""
+        return self.device.index
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As `torch.Tensor.to`. The tensor's own device is left out, since C++ may see another one."""
+        own = self.device
+        if own.type == self.allocation.machine.shell_device.type:
+            return super().to(*args, **kwargs)
+        named = args[0] if args and isinstance(args[0], (str, torch.device, int)) else kwargs.get("device")
+        if named is None or torch.device(named).type != own.type:
+            return super().to(*args, **kwargs)
+        kwargs.pop("device", None)
+        args = args[1:] if args and named is args[0] else args
+        if args or kwargs:  # positional arguments behind the device: dtype, non_blocking, copy
+            for name, value in zip(("dtype", "non_blocking", "copy"), args, strict=False):
+                kwargs[name] = value
+            dtype = kwargs.pop("dtype", None)
+            return super().to(self.dtype if dtype is None else dtype, **kwargs)
+        return self
+
+    def cuda(self, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        """As `torch.Tensor.cuda`."""
+        return self.to(torch.device("cuda") if device is None else device, non_blocking=non_blocking, **kwargs)
+
+    def _read(self, operation: str, nbytes: int) -> torch.Tensor:
+        """The raw tensor, after a counted copy of ``nbytes`` to the host."""
+        machine = self.allocation.machine
+        machine.copy_out(nbytes)
+        if machine.ordering is not None:
+            machine.ordering.operator(operation, machine.agent(), (self.raw,), ())
+            machine.ordering.join(machine.agent())
+        return self.raw
+
+    # PyTorch converts the elements of a list (`torch.tensor`) where Python dispatch is excluded, so these are
+    # methods rather than operators.
+
+    def item(self) -> Any:
+        """The element as a number, after a copy to the host."""
+        return self._read("aten::item", self.raw.dtype.itemsize).item()
+
+    def __float__(self) -> float:
+        return float(self._read("aten::item", self.raw.dtype.itemsize))
+
+    def __int__(self) -> int:
+        return int(self._read("aten::item", self.raw.dtype.itemsize))
+
+    def __bool__(self) -> bool:
+        return bool(self._read("aten::item", self.raw.dtype.itemsize))
+
+    def __index__(self) -> int:
+        return operator.index(self._read("aten::item", self.raw.dtype.itemsize))
+
     def tolist(self) -> Any:
         """The elements as nested lists, after a copy to the host (PyTorch's own method refuses subclasses)."""
-        machine = self.allocation.machine
-        machine.copy_out(self.raw.numel() * self.raw.dtype.itemsize)
-        if machine.ordering is not None:
-            machine.ordering.operator("tolist", machine.agent(), (self.raw,), ())
-            machine.ordering.join(machine.agent())
-        return self.raw.tolist()
+        return self._read("tolist", self.raw.numel() * self.raw.dtype.itemsize).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """With ``force``, a copy on the host as an array; otherwise raises TypeError, as on CUDA."""
@@ -160,4 +229,6 @@ def _enter(machine: Any, size: int, raw: torch.Tensor) -> int:
 
 def _shell(raw: torch.Tensor, machine: Any) -> Any:
     # positional arguments, because parsing keywords takes a fifth of the time of a call
-    return _make_wrapper(SimTensor, raw.shape, raw.stride(), raw.storage_offset(), None, raw.dtype, raw.layout, machine.device)
+    return _make_wrapper(
+        SimTensor, raw.shape, raw.stride(), raw.storage_offset(), None, raw.dtype, raw.layout, machine.shell_device
+    )

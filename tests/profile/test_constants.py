@@ -113,8 +113,8 @@ class Positions(nn.Module):
 def test_code_that_disables_autocast_is_traced_on_meta() -> None:
     positions = Positions()
     prober = Prober({"positions": positions})
-    with sim.Machine(), prober.interceptor:
-        assert positions(torch.zeros(4, 8, device="sim")).shape == (4, 4)
+    with sim.DryMachine(), prober.interceptor:
+        assert positions(torch.zeros(4, 8, device=sim.PLANNED)).shape == (4, 4)
     call = prober.recording.items[-1]
     assert isinstance(call, Call)
     assert call.flops == 2 * 4 * 8 * 4
@@ -129,8 +129,8 @@ def test_code_that_enables_autocast_is_traced_in_the_lower_precision() -> None:
                 return (x @ x.T).softmax(-1) @ x
 
     prober = Prober({"half": Half()})
-    with sim.Machine(), prober.interceptor:
-        made = prober.interceptor.modules["half"](torch.zeros(4, 8, device="sim"))
+    with sim.DryMachine(), prober.interceptor:
+        made = prober.interceptor.modules["half"](torch.zeros(4, 8, device=sim.PLANNED))
         assert made.dtype == torch.bfloat16
     call = prober.recording.items[-1]
     assert isinstance(call, Call)

@@ -37,8 +37,8 @@ def traced() -> tuple[Model, Prober]:
     with torch.device("meta"):
         model = Model()
     prober = Prober({"model": model})
-    with sim.Machine(), prober.interceptor:
-        model(torch.zeros(4, dtype=torch.long, device=sim.device))
+    with sim.DryMachine(), prober.interceptor:
+        model(torch.zeros(4, dtype=torch.long, device=sim.PLANNED))
     return model, prober
 
 
@@ -86,8 +86,8 @@ def test_spans_index_events_of_replayed_calls_too() -> None:
     with torch.device("meta"):
         model = Two()
     prober = Prober({"model": model})
-    with sim.Machine(), prober.interceptor:
-        model(torch.zeros(4, 64, device=sim.device))
+    with sim.DryMachine(), prober.interceptor:
+        model(torch.zeros(4, 64, device=sim.PLANNED))
     ((call, _),) = prober._traces.values()
     assert [span.path for span in call.spans] == [f"blocks.{n}.{m}" for n in range(3) for m in (0, 2)]
     made = [[event.nbytes for event in call.events[span.begin : span.end] if event.nbytes] for span in call.spans]
@@ -123,7 +123,7 @@ def test_a_layer_that_is_called_and_read_by_none_since_it_computes_its_buffer_an
         model = nn.ModuleDict({"rope": Rope(), "linear": nn.Linear(64, 64)})
         model.forward = lambda x: model["linear"](model["rope"](x))  # type: ignore[method-assign]
     prober = Prober({"model": model})
-    with sim.Machine(), prober.interceptor:
-        model(torch.zeros(4, 64, device=sim.device))
+    with sim.DryMachine(), prober.interceptor:
+        model(torch.zeros(4, 64, device=sim.PLANNED))
     groups = group_layers(model, [call for call, _ in prober._traces.values()])
     assert [path for group in groups for path in group.blocks].count("rope") == 1

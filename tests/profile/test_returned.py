@@ -52,8 +52,8 @@ def test_a_result_takes_the_same_memory_in_the_dry_run_as_on_the_device(name: st
         del real
         assert machine.allocated_bytes - before == expected_bytes
     prober = Prober({"encoder": Encoder(picked).to("meta")})
-    with sim.Machine() as machine, prober.interceptor:
-        x = torch.ones(256, device="sim")
+    with sim.DryMachine() as machine, prober.interceptor:
+        x = torch.ones(256, device=sim.PLANNED)
         before = machine.allocated_bytes
         for _ in range(2):  # traced, then cached
             got = prober.meta_modules["encoder"](x)
@@ -87,13 +87,13 @@ class Brought(nn.Module):
 def test_a_host_argument_takes_device_memory_only_when_it_is_copied_there() -> None:
     module = Brought()
     prober = Prober({"brought": module})
-    with sim.Machine() as machine, prober.interceptor:
-        x = torch.ones(256, device="sim")
+    with sim.DryMachine() as machine, prober.interceptor:
+        x = torch.ones(256, device=sim.PLANNED)
         before = machine.allocated_bytes
         sums, table = prober.meta_modules["brought"](x, torch.ones(256))
         assert machine.allocated_bytes - before == KIB
-        assert (sums.device.type, table.device.type) == ("sim", "cpu")
-        prober.meta_modules["brought"](x, torch.ones(256, device="sim"))
+        assert (sums.device.type, table.device.type) == (sim.PLANNED.type, "cpu")
+        prober.meta_modules["brought"](x, torch.ones(256, device=sim.PLANNED))
     of_host, of_device = (item for item in prober.recording.items if isinstance(item, Call))
     assert (of_host.peak_bytes, of_host.input_bytes) == (2 * KIB, KIB)
     assert (of_device.peak_bytes, of_device.input_bytes) == (KIB, 2 * KIB)
@@ -112,9 +112,9 @@ class Renderer(nn.Module):
 
 def test_a_device_argument_is_replaced_by_the_traced_device() -> None:
     prober = Prober({"renderer": Renderer().to("meta")})
-    with sim.Machine(), prober.interceptor:
-        made = prober.meta_modules["renderer"].render(torch.ones(8, device="sim"), torch.device("sim"))
-    assert (made.shape, made.device.type) == ((8, 4), "sim")
+    with sim.DryMachine(), prober.interceptor:
+        made = prober.meta_modules["renderer"].render(torch.ones(8, device=sim.PLANNED), sim.PLANNED)
+    assert (made.shape, made.device.type) == ((8, 4), sim.PLANNED.type)
 
 
 def test_a_view_of_a_weight_is_a_separate_tensor() -> None:
@@ -137,14 +137,14 @@ class Counted(nn.Module):
 def test_an_entry_that_reads_numbers_is_traced_on_the_cpu_where_weights_can_be_had() -> None:
     def made(weights: Callable[[str], nn.Module] | None) -> torch.Tensor:
         prober = Prober({"counted": Counted().to("meta")}, weights=weights)
-        with sim.Machine(), prober.interceptor:
-            found = prober.meta_modules["counted"](torch.tensor([0, 1, 2, 2]).to("sim"))
+        with sim.DryMachine(), prober.interceptor:
+            found = prober.meta_modules["counted"](torch.tensor([0, 1, 2, 2]).to(sim.PLANNED))
             assert all(weight.is_meta for weight in prober.meta_modules["counted"].parameters())
         return found  # type: ignore[no-any-return]
 
     with pytest.warns(RuntimeWarning, match=r"counted.forward needs tensor values \(NotImplementedError.*once on the CPU"):
         found = made(lambda _: Counted())
-    assert (found.shape, found.device.type) == ((3, 4), "sim")
+    assert (found.shape, found.device.type) == ((3, 4), sim.PLANNED.type)
     with pytest.raises(NotImplementedError, match="bincount"):
         made(None)
     with pytest.raises(NotImplementedError, match="bincount"):

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphrun import sim
 from graphrun.diffusers_.call_arguments import describe_arguments
 from graphrun.diffusers_.dry_call import ProbeError
 from graphrun.errors import GraphrunError
 from graphrun.graph.graph import Graph
 from graphrun.modules.trees import walk
 from graphrun.profile.dry_run import HOLLOW_BYTES, Prober, random_weights
+from graphrun.sim.dry import PLANNED, DryMachine
 from graphrun.sim.tensor import SimTensor
 
 
@@ -60,7 +60,7 @@ class FingerprintRun(Prober):
         """Context of one fingerprint run, on an unlimited simulated accelerator. Restores the global random state on exit."""
         self.entries, self.call_locals = [], {}
         self.recording.items.clear()
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), sim.Machine() as machine, self.interceptor:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), DryMachine() as machine, self.interceptor:
             machine.hollow_bytes = HOLLOW_BYTES
             yield
 
@@ -77,7 +77,7 @@ class FingerprintRun(Prober):
         digest = digest_of((component, entry, args, kwargs))
         self.entries.append(EntryRecord(component, entry, digest))
         generator = torch.Generator("cpu").manual_seed(int(digest[:15], 16))
-        return walk(made.template, lambda t: _random_like(t, generator).to(sim.device) if t.is_meta else t)
+        return walk(made.template, lambda t: _random_like(t, generator).to(PLANNED) if t.is_meta else t)
 
     def _capture_locals(self) -> None:
         frame = sys._getframe()

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from graphrun import sim
 from graphrun.diffusers_.dry_call import ProbeError
 from graphrun.diffusers_.importing.fingerprint import EntryRecord, FingerprintRun, digest_of
 from graphrun.diffusers_.importing.found import Found
@@ -30,6 +29,7 @@ from graphrun.ops import Stages
 from graphrun.ops.diffusion import without_pictures
 from graphrun.ops.modular import is_modular_class, quietly
 from graphrun.ops.pipeline import assemble
+from graphrun.sim.dry import PLANNED
 
 STEPS = 2  # denoising steps of a trial
 HAND_WRITTEN = "Where it lacks arguments, give them with --set, or write the stage by hand: op: call (docs/howto/call.md)"
@@ -69,7 +69,7 @@ class TrialPipeline:
     @property
     def pipeline(self) -> Any:
         """The pipeline, assembled anew for each run because schedulers keep state."""
-        return assemble(self.graph, self.meta_modules, self.parts, sim.device)
+        return assemble(self.graph, self.meta_modules, self.parts, PLANNED)
 
     def run_whole(self, arguments: Mapping[str, Any], seed: int = 0) -> tuple[EntryRecord, ...]:
         """The component entries of the whole call with ``arguments``. Raises ProbeError."""
@@ -121,7 +121,7 @@ class TrialPipeline:
             found[stage] = tuple(self.fingerprint.entries[sum(map(len, found.values())) :])
 
         with quietly(), self.fingerprint.running():
-            stages = Stages(graph, self.meta_modules, sim.device, values, self.parts, self.meta_modules, planning=True)
+            stages = Stages(graph, self.meta_modules, PLANNED, values, self.parts, self.meta_modules, planning=True)
             stages.after_stage = after_stage
             stages.run()
         return found
