@@ -28,6 +28,7 @@ _RULES = {
     **dict.fromkeys((*FP32.split(), *_FP32_PARTS.split()), "fp32"),
     **dict.fromkeys(WIDEST.split(), "widest"),
 }
+_METHODS = ("__init__", "__enter__", "__exit__")
 _in_dry_run: ContextVar[bool] = ContextVar("graphrun_follows_autocast", default=False)
 _lower: ContextVar[torch.dtype | None] = ContextVar("graphrun_autocast_dtype", default=None)
 """PyTorch's own state reads as off inside a dispatch mode."""
@@ -51,7 +52,7 @@ def following(dtype: torch.dtype | None) -> Iterator[None]:
         torch.set_autocast_enabled(KIND, dtype is not None)
         if dtype is not None:
             torch.set_autocast_dtype(KIND, dtype)
-        with _Redirected(), nullcontext() if dtype is None else _Casts():
+        with _Redirected(), nullcontext() if dtype is None else _Casts():  # type: ignore[no-untyped-call]
             yield
     finally:
         torch.set_autocast_enabled(KIND, enabled)
@@ -103,14 +104,15 @@ class _Redirected:
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _entered: ClassVar[int] = 0
-    _original: ClassVar[tuple[Any, Any, Any]]
+    _original: ClassVar[tuple[Any, ...]]
 
     def __enter__(self) -> None:
         shared, autocast = _Redirected, torch.autocast
         with shared._lock:
             if not shared._entered:
-                shared._original = autocast.__init__, autocast.__enter__, autocast.__exit__
-                autocast.__init__, autocast.__enter__, autocast.__exit__ = _construct, _enter, _exit  # type: ignore[method-assign]
+                shared._original = tuple(getattr(autocast, name) for name in _METHODS)
+                for name, method in zip(_METHODS, (_construct, _enter, _exit), strict=True):
+                    setattr(autocast, name, method)
             shared._entered += 1
 
     def __exit__(self, *_: object) -> None:
@@ -118,7 +120,8 @@ class _Redirected:
         with shared._lock:
             shared._entered -= 1
             if not shared._entered:
-                autocast.__init__, autocast.__enter__, autocast.__exit__ = shared._original  # type: ignore[method-assign]
+                for name, method in zip(_METHODS, shared._original, strict=True):
+                    setattr(autocast, name, method)
 
 
 def _construct(
@@ -142,7 +145,7 @@ def _enter(autocast: Any) -> Any:
         contexts.append(ExitStack())
         token = _lower.set(autocast.fast_dtype if autocast._enabled else None)
         contexts[-1].callback(_lower.reset, token)
-        contexts[-1].enter_context(_Casts())
+        contexts[-1].enter_context(_Casts())  # type: ignore[no-untyped-call]
     return entered
 
 

@@ -187,7 +187,7 @@ def _machine(traits: Traits, args: Sequence[Any], tensors: list[Any], device: An
                 raise RuntimeError(f"expected sim tensors of one machine, found two machines (op {traits.name})")
             elif machine is not found:
                 raise _apart(traits, machine.name, found.name)
-        elif (traits.written and tensor is args[0]) or (tensor.dim() and not _is_index(traits, args, tensor)):
+        elif tensor.is_meta or (traits.written and tensor is args[0]) or (tensor.dim() and not _is_index(traits, args, tensor)):
             stray = tensor
     if machine is None:
         return active_machine(device)

@@ -27,7 +27,12 @@ PLANNED = torch.device("cuda", 0)
 """The device that tensors report in a dry run. Plans for the simulated accelerator are made with it too: ``sim``
 stands for a card."""
 _SHELL = torch.device("meta")
+# PyTorch initializes no device while a mode of this kind is active (`device_lazy_init` in
+# torch/csrc/utils/device_lazy_init.cpp): fake tensors on CUDA need no CUDA either.
+_MODE_KEY = torch._C._TorchDispatchModeKey.FAKE
 _FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor})
+_INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
+_INTERCEPTED = _FROM_DATA | _INDEXING | {torch.Tensor.to, torch.Tensor.cuda}
 
 
 class DryMachine(Machine):
@@ -37,7 +42,7 @@ class DryMachine(Machine):
     def __enter__(self) -> DryMachine:
         super().__enter__()
         self._contexts = ExitStack()
-        for context in (_OnPlannedDevice(), _FromData(), following(None), _without_monitor(), _cards_untouched()):
+        for context in (_OnPlannedDevice(), _Calls(), following(None), _without_monitor(), _cards_untouched()):
             self._contexts.enter_context(context)
         return self
 
@@ -54,9 +59,7 @@ class _OnPlannedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # PyTorch initializes no device while a mode of this kind is active (`device_lazy_init` in
-        # torch/csrc/utils/device_lazy_init.cpp), so that fake tensors on CUDA need no CUDA either.
-        self._mode_key = torch._C._TorchDispatchModeKey.FAKE
+        self._mode_key = _MODE_KEY
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         device = kwargs.get("device") if kwargs else None
@@ -65,14 +68,21 @@ class _OnPlannedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _FromData(TorchFunctionMode):
-    """Makes tensors from Python's data on the host and copies them, as C++ does where Python dispatch is excluded."""
+class _Calls(TorchFunctionMode):
+    """Calls of Python's interface that C++ answers without the dispatch mode: tensors from Python's data, lists as
+    indices, moves to a device without a number."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _FROM_DATA:
+        if func not in _INTERCEPTED or torch._C._get_dispatch_mode(_MODE_KEY) is None:  # traces run without the mode
             return func(*args, **kwargs)
-        source = args[0] if args else None
+        source: Any = args[0] if args else None
+        if func is torch.Tensor.cuda:
+            return source.to(PLANNED if len(args) < 2 or args[1] is None else args[1])
+        if func is torch.Tensor.to:
+            return func(*map(_numbered, args), **{name: _numbered(value) for name, value in kwargs.items()})
+        if func in _INDEXING:
+            return func(source, _on_device(args[1]), *args[2:]) if type(source) is SimTensor else func(*args)
         device = kwargs.get("device", source.device if isinstance(source, SimTensor) else None)
         if device is None or not is_simulated(device):
             return func(*args, **kwargs)
@@ -82,10 +92,27 @@ class _FromData(TorchFunctionMode):
         return func(*args, **{**kwargs, "device": "cpu"}).to(device)
 
 
+def _numbered(value: Any) -> Any:
+    """``value``, with a number if it is the planned device without one."""
+    named = isinstance(value, (str, torch.device)) and str(value) == PLANNED.type
+    return PLANNED if named else value
+
+
+def _on_device(index: Any) -> Any:
+    """``index`` with a tensor on the device in place of each list."""
+    if isinstance(index, tuple):
+        return tuple(map(_on_device, index))
+    return torch.tensor(index, device="cpu").to(PLANNED) if isinstance(index, list) and _is_data(index) else index
+
+
+def _is_data(values: list[Any]) -> bool:
+    return all(isinstance(value, (int, list)) and (isinstance(value, int) or _is_data(value)) for value in values)
+
+
 @contextmanager
 def _without_monitor() -> Iterator[None]:
     """A context in which progress bars start no thread: pipelines make bars, and tqdm a monitor of all of them."""
-    from tqdm.std import tqdm
+    from tqdm.std import tqdm  # type: ignore[import-untyped]
 
     interval, tqdm.monitor_interval = tqdm.monitor_interval, 0
     try:
@@ -98,7 +125,8 @@ def _without_monitor() -> Iterator[None]:
 def _cards_untouched() -> Iterator[None]:
     """A context after which the random states of cards are as before: GLM-Image seeds them. Where CUDA is not
     initialized yet, PyTorch keeps such calls for later."""
-    initialized, waiting = torch.cuda.is_initialized(), len(torch.cuda._queued_calls)
+    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    waiting = len(torch.cuda._queued_calls)
     states = torch.cuda.get_rng_state_all() if initialized else []
     try:
         yield

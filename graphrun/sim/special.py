@@ -51,7 +51,7 @@ def _to_copy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     from_sim = type(source) is SimTensor
     target = kwargs.get("device")
     to_sim = from_sim if target is None else is_simulated(target)
-    to_meta = not to_sim and torch.device(target).type == "meta"
+    to_meta = target is not None and not to_sim and torch.device(target).type == "meta"
     raw = source.raw if from_sim else source
     nbytes = raw.numel() * (options.get("dtype") or raw.dtype).itemsize
     machine = source.allocation.machine if from_sim else active_machine(target)

@@ -1,6 +1,6 @@
 """A user's process: prints its state before and after an action of graphrun, as JSON.
 
-    python guest.py ACTION BACKEND FOLDER      BACKEND: "" or the label of a backend to register first
+python guest.py ACTION BACKEND FOLDER      BACKEND: "" or the label of a backend to register first
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-TINY_PIPELINES = [str(ROOT / "tests" / name) for name in ("attach", "sweep", "runtime", "standins")]  # of the tiny pipelines that tests attach to
+TINY_PIPELINES = [
+    str(ROOT / "tests" / name) for name in ("attach", "sweep", "runtime", "standins")
+]  # of the tiny pipelines that tests attach to
 
 
 def answer(ask: Callable[[], Any]) -> str:
     """What ``ask()`` returns or raises, as text."""
     try:
         return str(ask())
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  (the error is an answer)
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
 
