@@ -70,7 +70,7 @@ class SimTensor(torch.Tensor):
             return super().to(self.dtype if dtype is None else dtype, **kwargs)
         return self
 
-    def cuda(self, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+    def cuda(self, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:  # type: ignore[override]
         """As `torch.Tensor.cuda`."""
         return self.to(torch.device("cuda") if device is None else device, non_blocking=non_blocking, **kwargs)
 
