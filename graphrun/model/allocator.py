@@ -1,13 +1,18 @@
-"""Models of device allocators: how many bytes a sequence of allocations and releases reserves. Pure: no torch, no device.
+"""Models of device allocators: the bytes that allocations, releases and trims reserve.
 
 Counting   every size rounded up to 512 bytes: the simulated accelerator
 Caching    PyTorch's caching allocator with ``expandable_segments:True``
 Native     PyTorch's caching allocator with native segments, its default
 
-All three report `used_bytes` after every call. Rules of the caching allocator, from PyTorch's c10/cuda/CUDACachingAllocator.cpp:
-sizes round up to 512 bytes; sizes up to 1 MiB come from a pool of small blocks, larger ones from a pool of large blocks. With
-expandable segments each pool is one address range that grows page by page (2 MiB pages in the small pool, 20 MiB pages in the
-large one). The search is best fit, and adjacent free ranges are merged.
+All three report `used_bytes` after every call. The rules of PyTorch's caching allocator are those
+of c10/cuda/CUDACachingAllocator.cpp (torch 2.11 to 2.13), for one stream and the default settings.
+Sizes round up to 512 bytes. Sizes up to 1 MiB come from a small pool, larger ones from a large
+pool. With expandable segments each pool is one address range, mapped in pages: 2 MiB in the small
+pool, 20 MiB in the large one. The search is best fit over mapped ranges; only where none has room,
+pages are mapped, at the lowest address with room. A trim unmaps all pages without an allocation.
+
+Not modelled: which addresses the driver returns, and the end of a segment's address space, which is
+9/8 of the card's memory.
 """
 
 from __future__ import annotations
@@ -62,95 +67,118 @@ class Counting:
 
 
 class Pool:
-    """One growing address range with a best-fit search, mapped in pages of ``page_bytes``.
+    """An expandable segment: an endless address range, mapped in pages of ``page_bytes``.
 
-    0        offset                       end     mapped pages
-    |##used##|..free..|##used##|...free...|       [0 1 2 3 4 5]
+    0                                    whole pages                     whole pages
+    |##used##|..free..|##used##|..free..|  unmapped  |##used##|..free..|  unmapped, without end
+
+    Free ranges are mapped. Adjacent free ranges are merged, and adjacent unmapped ones.
     """
 
     def __init__(self, page_bytes: int) -> None:
         self.page_bytes = page_bytes
-        self.end = 0
-        self.free: dict[int, int] = {}  # offset -> size of a free range; adjacent ranges are merged
-        self.ends: dict[int, int] = {}  # end of a free range -> its offset
-        self.sizes: list[tuple[int, int]] = []  # (size, offset) of every free range, sorted
-        self.mapped = bytearray()  # per page: 1 if mapped
-
-    @property
-    def mapped_bytes(self) -> int:
-        """Bytes of all mapped pages."""
-        return sum(self.mapped) * self.page_bytes
+        self.free: dict[int, int] = {}  # begin -> end
+        self.begins: dict[int, int] = {}  # end -> begin of the free ranges
+        self.sizes: list[tuple[int, int]] = []  # (size, begin) of the free ranges, sorted
+        self.unmapped: dict[int, int] = {0: page_bytes << 40}  # begin -> end
 
     def take(self, nbytes: int) -> tuple[tuple[int, int], int]:
         """Allocate ``nbytes``: arguments for `give`, and the bytes newly mapped.
 
-        Takes the smallest free range that is large enough; without one, the pool grows at its end. A free range at the end is
-        tried last: it can grow, so best fit treats it as the largest.
+        Takes the smallest free range that is large enough, and maps pages if there is none. A free
+        range that an unmapped one follows could grow: it is replaced by the next larger free range,
+        as long as that has less room in both (`get_free_block`).
         """
         index = bisect_left(self.sizes, (nbytes, 0))
-        if index < len(self.sizes) - 1 and self.sizes[index][0] + self.sizes[index][1] == self.end:
+        if index == len(self.sizes):
+            return self._map(nbytes)
+        while index + 1 < len(self.sizes) and self._room(index) > self._room(index + 1):
             index += 1
-        if index < len(self.sizes):
-            size, offset = self.sizes[index]
-            self._remove_free(offset)
-            if size > nbytes:
-                self._add_free(offset + nbytes, size - nbytes)
-        else:
-            offset = self.ends.get(self.end, self.end)
-            if offset != self.end:
-                self._remove_free(offset)
-            self.end = offset + nbytes
-        return (offset, nbytes), self._map(offset, nbytes)
-
-    def give(self, offset: int, nbytes: int) -> None:
-        """Free a range and merge it with adjacent free ranges."""
-        if (before := self.ends.get(offset)) is not None:
-            nbytes += self.free[before]
-            self._remove_free(before)
-            offset = before
-        if (size := self.free.get(offset + nbytes)) is not None:
-            self._remove_free(offset + nbytes)
-            nbytes += size
-        self._add_free(offset, nbytes)
-
-    def take_at(self, offset: int, nbytes: int) -> None:
-        """Allocate a range within a free one, where `take` put an equal one before; no page of it was unmapped since."""
-        begin, size = next((o, n) for o, n in self.free.items() if o <= offset and offset + nbytes <= o + n)
+        size, begin = self.sizes[index]
         self._remove_free(begin)
-        if offset > begin:
-            self._add_free(begin, offset - begin)
-        if offset + nbytes < begin + size:
-            self._add_free(offset + nbytes, begin + size - offset - nbytes)
+        if size > nbytes:
+            self._add_free(begin + nbytes, begin + size)
+        return (begin, nbytes), 0
+
+    def give(self, begin: int, nbytes: int) -> None:
+        """Free a range and merge it with adjacent free ranges."""
+        end = begin + nbytes
+        if (before := self.begins.get(begin)) is not None:
+            self._remove_free(before)
+            begin = before
+        if (after := self.free.get(end)) is not None:
+            self._remove_free(end)
+            end = after
+        self._add_free(begin, end)
+
+    def take_at(self, begin: int, nbytes: int) -> None:
+        """Allocate a range within a free one."""
+        end = begin + nbytes
+        first, last = next(span for span in self.free.items() if span[0] <= begin and end <= span[1])
+        self._remove_free(first)
+        if first < begin:
+            self._add_free(first, begin)
+        if end < last:
+            self._add_free(end, last)
 
     def trim(self) -> int:
-        """Unmap pages that lie entirely in free ranges. Returns the bytes unmapped."""
-        before = self.mapped_bytes
-        for offset, size in self.free.items():
-            first, last = -(-offset // self.page_bytes), (offset + size) // self.page_bytes
-            if offset + size == self.end:
-                last = len(self.mapped)
-            for page in range(first, min(last, len(self.mapped))):
-                self.mapped[page] = 0
-        return before - self.mapped_bytes
+        """Unmap the pages that lie entirely in free ranges. Returns the bytes unmapped."""
+        trimmed = 0
+        for begin, end in list(self.free.items()):
+            first, last = round_up(begin, self.page_bytes), end // self.page_bytes * self.page_bytes
+            if first < last:
+                trimmed += last - first
+                self._remove_free(begin)
+                if begin < first:
+                    self._add_free(begin, first)
+                if last < end:
+                    self._add_free(last, end)
+                before = next((begin for begin, end in self.unmapped.items() if end == first), first)
+                self.unmapped[before] = self.unmapped.pop(last, last)  # merged with its neighbours
+        return trimmed
 
-    def _map(self, offset: int, nbytes: int) -> int:
-        first, last = offset // self.page_bytes, (offset + nbytes - 1) // self.page_bytes
-        self.mapped.extend(bytes(max(0, last + 1 - len(self.mapped))))
-        if self.mapped.find(0, first, last + 1) < 0:
-            return 0
-        new = last + 1 - first - sum(self.mapped[first : last + 1])
-        self.mapped[first : last + 1] = b"\1" * (last + 1 - first)
-        return new * self.page_bytes
+    def _map(self, nbytes: int) -> tuple[tuple[int, int], int]:
+        """Allocate ``nbytes`` and map their pages, as `take`, at the lowest address with room.
 
-    def _add_free(self, offset: int, size: int) -> None:
-        self.free[offset] = size
-        self.ends[offset + size] = offset
-        insort(self.sizes, (size, offset))
+        Room is an unmapped range with the free one before it and all free and unmapped ranges that
+        follow (`find_expandable_block`).
+        """
+        for unmapped in sorted(self.unmapped):
+            begin = end = self.begins.get(unmapped, unmapped)
+            row = []
+            while end - begin < nbytes and (after := self.free.get(end) or self.unmapped.get(end)):
+                row.append((end, after))
+                end = after
+            if end - begin >= nbytes:
+                break
+        mapped, limit = 0, begin + nbytes
+        for first, end in row:
+            if first in self.free:
+                self._remove_free(first)
+            else:
+                last = self.unmapped.pop(first)
+                end = min(last, round_up(limit, self.page_bytes))
+                if end < last:
+                    self.unmapped[end] = last
+                mapped += end - first
+        if end > limit:
+            self.give(limit, end - limit)
+        return (begin, nbytes), mapped
 
-    def _remove_free(self, offset: int) -> None:
-        size = self.free.pop(offset)
-        del self.ends[offset + size]
-        del self.sizes[bisect_left(self.sizes, (size, offset))]
+    def _room(self, index: int) -> int:
+        """Bytes of a free range, by its index in ``sizes``, and of the unmapped one behind it."""
+        size, begin = self.sizes[index]
+        return self.unmapped.get(begin + size, begin + size) - begin
+
+    def _add_free(self, begin: int, end: int) -> None:
+        self.free[begin] = end
+        self.begins[end] = begin
+        insort(self.sizes, (end - begin, begin))
+
+    def _remove_free(self, begin: int) -> None:
+        end = self.free.pop(begin)
+        del self.begins[end]
+        del self.sizes[bisect_left(self.sizes, (end - begin, begin))]
 
 
 class Segments:
@@ -267,9 +295,10 @@ class Caching(_Cached):
         self._live[key] = pool, place
 
     def state(self, small: bool) -> Hashable:
-        """Of one of the pools, which know nothing of each other. Equal states answer equal allocations and releases alike."""
+        """Return the state of one pool. In equal states equal calls have equal results. The pools
+        do not depend on each other."""
         pool = self._pools[not small]
-        return pool.end, tuple(pool.sizes), bytes(pool.mapped)
+        return tuple(pool.sizes), frozenset(pool.unmapped.items())
 
 
 class Native(_Cached):
