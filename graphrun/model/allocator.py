@@ -17,8 +17,9 @@ Not modelled: which addresses the driver returns, and the end of a segment's add
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_left, insort
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Protocol
 
 from graphrun.units import MIB, round_up
@@ -99,6 +100,13 @@ class Pool:
         if size > nbytes:
             self._add_free(begin + nbytes, begin + size)
         return (begin, nbytes), 0
+
+    def copy(self) -> Pool:
+        """Return a pool in the same state."""
+        other = copy.copy(self)
+        other.free, other.begins = self.free.copy(), self.begins.copy()
+        other.sizes, other.unmapped = self.sizes.copy(), self.unmapped.copy()
+        return other
 
     def give(self, begin: int, nbytes: int) -> None:
         """Free a range and merge it with adjacent free ranges."""
@@ -287,6 +295,11 @@ class Caching(_Cached):
         )
         self._pools = [Pool(nbytes) for nbytes in pages]
         super().__init__(self._pools[0], self._pools[1], small_bytes)
+
+    def used_bytes_with(self, sizes: Iterable[int]) -> int:
+        """Return the bytes reserved once ``sizes``, each above 0, are allocated too. Changes nothing."""
+        pools = [pool.copy() for pool in self._pools]
+        return self.used_bytes + sum(pools[not self.is_small(nbytes)].take(round_up(nbytes, ROUND_BYTES))[1] for nbytes in sizes)
 
     def allocate_at(self, key: int, small: bool, place: tuple[int, ...]) -> None:
         """Allocate as ``key`` what was released at ``place`` (see `place`)."""
