@@ -119,12 +119,9 @@ class Pool:
         return block
 
     def native_segment(self, size: int) -> Block:
-        """A segment of 2 MiB, of 20 MiB, or of the size in steps of 2 MiB."""
-        steps = -(-size // (2 * MIB)) * 2 * MIB
-        reserved = 2 * MIB if self.small else 20 * MIB if size < 10 * MIB else steps
-        self.reserved_bytes += reserved
+        self.reserved_bytes += native_bytes(size)
         self.segments += 1
-        return Block(self.segments * ADDRESS_SPACE, reserved, True)
+        return Block(self.segments * ADDRESS_SPACE, native_bytes(size), True)
 
     def expanded(self, size: int) -> Block:
         """Maps pages at the lowest address where free blocks in a row, one of them unmapped, fit."""
@@ -198,10 +195,26 @@ def room(block: Block) -> int:
     return block.size + (block.after.size if block.after and not block.after.mapped else 0)
 
 
-class LinkedBlocks:
-    """The allocator. Pages and the largest small size are PyTorch's, times ``page_scale``."""
+def native_bytes(size: int) -> int:
+    """Of a native segment: 2 MiB, 20 MiB, or the size in steps of 2 MiB."""
+    if size <= MIB:
+        return 2 * MIB
+    return 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
 
-    def __init__(self, expandable: bool, page_scale: float = 1.0) -> None:
+
+class Refused(Exception):
+    """The allocator would exceed its limit, before it trims."""
+
+
+class LinkedBlocks:
+    """The allocator. Pages and the largest small size are PyTorch's, times ``page_scale``.
+
+    ``limit_bytes``: as of `set_per_process_memory_fraction`. Where memory is needed, it is compared
+    with the reserved bytes and those of a native segment, whatever is mapped (`alloc_block`).
+    """
+
+    def __init__(self, expandable: bool, page_scale: float = 1.0, limit_bytes: int = ADDRESS_SPACE) -> None:
+        self.limit_bytes = limit_bytes
         self.small_bytes = whole(int(MIB * page_scale))
         small_page, large_page = (whole(int(mib * MIB * page_scale)) for mib in (2, 20))
         self.small = Pool(True, small_page if expandable else 0)
@@ -213,8 +226,11 @@ class LinkedBlocks:
         return self.small.reserved_bytes + self.large.reserved_bytes
 
     def allocate(self, key: int, nbytes: int) -> None:
-        pool = self.small if whole(nbytes) <= self.small_bytes else self.large
-        self.live[key] = pool, pool.take(whole(nbytes))
+        before, size = self.used_bytes, whole(nbytes)
+        pool = self.small if size <= self.small_bytes else self.large
+        self.live[key] = pool, pool.take(size)
+        if self.used_bytes > before and before + native_bytes(size) > self.limit_bytes:
+            raise Refused(nbytes)
 
     def release(self, key: int) -> None:
         pool, block = self.live.pop(key)
