@@ -11,8 +11,7 @@ pool. With expandable segments each pool is one address range, mapped in pages: 
 pool, 20 MiB in the large one. The search is best fit over mapped ranges; only where none has room,
 pages are mapped, at the lowest address with room. A trim unmaps all pages without an allocation.
 
-Not modelled: which addresses the driver returns, and the end of a segment's address space, which is
-9/8 of the card's memory.
+Not modelled: which addresses the driver returns. A new segment is taken to lie above the others.
 """
 
 from __future__ import annotations
@@ -68,20 +67,22 @@ class Counting:
 
 
 class Pool:
-    """An expandable segment: an endless address range, mapped in pages of ``page_bytes``.
+    """Expandable segments: address ranges of ``space_bytes``, mapped in pages of ``page_bytes``.
 
-    0                                    whole pages                     whole pages
-    |##used##|..free..|##used##|..free..|  unmapped  |##used##|..free..|  unmapped, without end
+    0                                    whole pages                     whole pages           space_bytes
+    |##used##|..free..|##used##|..free..|  unmapped  |##used##|..free..|       unmapped       |
 
-    Free ranges are mapped. Adjacent free ranges are merged, and adjacent unmapped ones.
+    Free ranges are mapped. Adjacent free ranges are merged, and adjacent unmapped ones. Most plans
+    need one segment; where its addresses run out, a second one follows at 2 ``space_bytes``.
     """
 
-    def __init__(self, page_bytes: int) -> None:
-        self.page_bytes = page_bytes
+    def __init__(self, page_bytes: int, space_bytes: int) -> None:
+        self.page_bytes, self.space_bytes = page_bytes, round_up(space_bytes, page_bytes)
+        self.segments: list[int] = []  # where each begins, ascending
         self.free: dict[int, int] = {}  # begin -> end
         self.begins: dict[int, int] = {}  # end -> begin of the free ranges
         self.sizes: list[tuple[int, int]] = []  # (size, begin) of the free ranges, sorted
-        self.unmapped: dict[int, int] = {0: page_bytes << 40}  # begin -> end
+        self.unmapped: dict[int, int] = {}  # begin -> end
 
     def take(self, nbytes: int) -> tuple[tuple[int, int], int]:
         """Allocate ``nbytes``: arguments for `give`, and the bytes newly mapped.
@@ -106,6 +107,7 @@ class Pool:
         other = copy.copy(self)
         other.free, other.begins = self.free.copy(), self.begins.copy()
         other.sizes, other.unmapped = self.sizes.copy(), self.unmapped.copy()
+        other.segments = self.segments.copy()
         return other
 
     def give(self, begin: int, nbytes: int) -> None:
@@ -141,25 +143,20 @@ class Pool:
                     self._add_free(begin, first)
                 if last < end:
                     self._add_free(last, end)
-                before = next((begin for begin, end in self.unmapped.items() if end == first), first)
-                self.unmapped[before] = self.unmapped.pop(last, last)  # merged with its neighbours
+                first = next((begin for begin, end in self.unmapped.items() if end == first), first)
+                last = self.unmapped.pop(last, last)
+                if last - first < self.space_bytes:
+                    self.unmapped[first] = last
+                else:
+                    self.unmapped.pop(first, None)
+                    self.segments.remove(first)
         return trimmed
 
     def _map(self, nbytes: int) -> tuple[tuple[int, int], int]:
-        """Allocate ``nbytes`` and map their pages, as `take`, at the lowest address with room.
-
-        Room is an unmapped range with the free one before it and all free and unmapped ranges that
-        follow (`find_expandable_block`).
-        """
-        for unmapped in sorted(self.unmapped):
-            begin = end = self.begins.get(unmapped, unmapped)
-            row = []
-            while end - begin < nbytes and (after := self.free.get(end) or self.unmapped.get(end)):
-                row.append((end, after))
-                end = after
-            if end - begin >= nbytes:
-                break
-        mapped, limit = 0, begin + nbytes
+        """Allocate ``nbytes`` and map their pages, as `take`, at the lowest address with room."""
+        row = self._row(nbytes)
+        begin, mapped = row[0][0], 0
+        limit = begin + nbytes
         for first, end in row:
             if first in self.free:
                 self._remove_free(first)
@@ -172,6 +169,25 @@ class Pool:
         if end > limit:
             self.give(limit, end - limit)
         return (begin, nbytes), mapped
+
+    def _row(self, nbytes: int) -> list[tuple[int, int]]:
+        """Return ranges in a row, at least one unmapped, the others free, that have room together.
+
+        They begin at the lowest unmapped range, or the free one before it, with enough of both
+        behind it (`find_expandable_block`); else at that of a new segment.
+        """
+        for unmapped in sorted(self.unmapped):
+            begin = end = self.begins.get(unmapped, unmapped)
+            row = []
+            while end - begin < nbytes and (after := self.free.get(end) or self.unmapped.get(end)):
+                row.append((end, after))
+                end = after
+            if end - begin >= nbytes:
+                return row
+        begin = self.segments[-1] + 2 * self.space_bytes if self.segments else 0
+        self.segments.append(begin)
+        self.unmapped[begin] = begin + self.space_bytes
+        return [(begin, begin + self.space_bytes)]
 
     def _room(self, index: int) -> int:
         """Bytes of a free range, by its index in ``sizes``, and of the unmapped one behind it."""
@@ -287,13 +303,14 @@ class Caching(_Cached):
     """PyTorch's caching allocator with expandable segments.
 
     ``page_scale``: factor on the sizes of pages, and on that up to which an allocation is small; for models in small.
+    ``card_bytes``: memory of the card. A segment's address space is 9/8 of it.
     """
 
-    def __init__(self, page_scale: float = 1.0) -> None:
+    def __init__(self, page_scale: float = 1.0, card_bytes: int = 1 << 50) -> None:
         small_bytes, *pages = (
             round_up(max(1, int(page_scale * nbytes)), ROUND_BYTES) for nbytes in (SMALL_BYTES, SMALL_PAGE_BYTES, LARGE_PAGE_BYTES)
         )
-        self._pools = [Pool(nbytes) for nbytes in pages]
+        self._pools = [Pool(nbytes, card_bytes + card_bytes // 8) for nbytes in pages]
         super().__init__(self._pools[0], self._pools[1], small_bytes)
 
     def used_bytes_with(self, sizes: Iterable[int]) -> int:
@@ -311,7 +328,7 @@ class Caching(_Cached):
         """Return the state of one pool. In equal states equal calls have equal results. The pools
         do not depend on each other."""
         pool = self._pools[not small]
-        return tuple(pool.sizes), frozenset(pool.unmapped.items())
+        return tuple(pool.sizes), frozenset(pool.unmapped.items()), tuple(pool.segments)
 
 
 class Native(_Cached):

@@ -61,7 +61,8 @@ class _Replay:
 
     def __init__(self, problem: Problem, helper: int) -> None:
         self._hardware = problem.helpers[helper - 1].hardware if helper else problem.hardware
-        self._problem, self._allocator, self._helper = problem, Caching(self._hardware.page_scale), helper
+        self._problem, self._helper = problem, helper
+        self._allocator = Caching(self._hardware.page_scale, self._hardware.capacity_bytes)
         self._own = {  # component -> its groups on this device
             of.name: {k for k, group in enumerate(of.groups) if (of.variants[0].helper or group.helper) == helper}
             for of in problem.components

@@ -45,7 +45,7 @@ def test_released_bytes_stay_reserved_until_trimmed_and_are_used_again() -> None
 
 
 def test_the_smallest_hole_that_is_large_enough_is_taken() -> None:
-    pool = Pool(2 * MIB)
+    pool = Pool(2 * MIB, MIB << 20)
     places = [pool.take(size * MIB)[0] for size in (4, 1, 2, 1, 8)]
     pool.give(*places[0])
     pool.give(*places[2])
@@ -53,7 +53,7 @@ def test_the_smallest_hole_that_is_large_enough_is_taken() -> None:
 
 
 def test_an_expandable_range_grows_at_its_end_from_a_free_tail() -> None:
-    pool = Pool(2 * MIB)
+    pool = Pool(2 * MIB, MIB << 20)
     first, _ = pool.take(2 * MIB)
     tail, _ = pool.take(2 * MIB)
     pool.give(*tail)
@@ -62,7 +62,7 @@ def test_an_expandable_range_grows_at_its_end_from_a_free_tail() -> None:
 
 
 def test_a_free_tail_is_taken_last_because_it_can_grow() -> None:
-    pool = Pool(2 * MIB)
+    pool = Pool(2 * MIB, MIB << 20)
     hole, kept, tail = (pool.take(size * MIB)[0] for size in (4, 1, 2))
     pool.give(*hole)
     pool.give(*tail)
@@ -108,7 +108,13 @@ def test_a_large_native_block_keeps_a_remainder_of_a_mebibyte() -> None:
 
 
 SEQUENCES = 2_000
-KINDS = {"pages": (Caching, 1.0), "KiB": (Caching, 2**-10), "odd": (Caching, 3.27e-4), "native": (Native, 1.0)}
+KINDS = {  # size of pages over PyTorch's, memory of the card
+    "pages": (1.0, 1 << 50),
+    "KiB": (2**-10, 1 << 50),
+    "odd": (3.27e-4, 1 << 50),
+    "little address space": (1.0, 200 * MIB),
+    "native": (1.0, 0),
+}
 
 
 def sizes_near_boundaries(rng: random.Random, scale: float) -> list[int]:
@@ -125,9 +131,9 @@ def check_sequence(kind: str, seed: int) -> None:
     """Allocates, releases and trims at random. After every step the model has the bytes and the
     places of the linked blocks, and a range that is released and allocated again leaves no trace."""
     rng = random.Random(seed)
-    model_type, scale = KINDS[kind]
-    native = model_type is Native
-    model, blocks = Native() if native else Caching(scale), LinkedBlocks(not native, scale)
+    native, (scale, card_bytes) = kind == "native", KINDS[kind]
+    model = Native() if native else Caching(scale, card_bytes)
+    blocks = LinkedBlocks(not native, scale, card_bytes=card_bytes)
     sizes, trims = sizes_near_boundaries(rng, scale), rng.choice((0.0, 0.05, 0.2))
     live = dict[int, int]()
     for key in range(rng.choice((20, 60, 200))):
@@ -141,9 +147,11 @@ def check_sequence(kind: str, seed: int) -> None:
             blocks.release(gone)
         else:
             live[key] = rng.choice(sizes)
+            asked = used_bytes_with(model, live[key])
             model.allocate(key, live[key])
             blocks.allocate(key, live[key])
-            assert model.place(key) == blocks.place(key)[not native :], (seed, key)
+            assert asked in (None, model.used_bytes), (seed, key)
+            assert place_of(model, key) == blocks.place(key)[not native :], (seed, key)
         assert model.used_bytes == blocks.used_bytes, (seed, key)
         if live and isinstance(model, Caching) and rng.random() < 0.1:
             again = rng.choice(list(live))
@@ -151,6 +159,24 @@ def check_sequence(kind: str, seed: int) -> None:
             model.release(again)
             model.allocate_at(again, model.is_small(live[again]), place)
             assert [model.state(small) for small in (True, False)] == before, (seed, key)
+
+
+def used_bytes_with(model: Caching | Native, nbytes: int) -> int | None:
+    """What the model answers without changing its state; None: it is not asked."""
+    if isinstance(model, Native):
+        return None
+    before = [model.state(small) for small in (True, False)]
+    used_bytes = model.used_bytes_with([nbytes])
+    assert [model.state(small) for small in (True, False)] == before
+    return used_bytes
+
+
+def place_of(model: Caching | Native, key: int) -> tuple[int, ...]:
+    """As `LinkedBlocks.place`; without the segment, if these are expandable."""
+    if isinstance(model, Native):
+        return model.place(key)
+    (begin, nbytes), pool = model.place(key), model._pools[not model.is_small(model.place(key)[1])]
+    return begin % (2 * pool.space_bytes), nbytes
 
 
 @pytest.mark.parametrize("kind", KINDS)

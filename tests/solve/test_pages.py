@@ -238,8 +238,8 @@ class Recorded(Caching):
     """Notes what a replay allocates, releases and trims, with the bytes then reserved. No two states
     are equal, so every call is replayed. What is allocated where it was just released is renamed."""
 
-    def __init__(self, page_scale: float = 1.0) -> None:
-        super().__init__(page_scale)
+    def __init__(self, page_scale: float, card_bytes: int) -> None:
+        super().__init__(page_scale, card_bytes)
         self.events: list[tuple[str, int, int, int]] = []
         self._released: dict[tuple[bool, tuple[int, ...]], int] = {}  # not noted yet
         self._first_keys: dict[int, int] = {}
@@ -279,7 +279,7 @@ def recorded(solution: Solution, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
     """The events of the whole plan of ``solution``."""
     made = list[Recorded]()
     with monkeypatch.context() as patch:
-        patch.setattr("graphrun.verify.pages.Caching", lambda scale: made.append(Recorded(scale)) or made[0])
+        patch.setattr("graphrun.verify.pages.Caching", lambda *of: made.append(Recorded(*of)) or made[0])
         reserved_bytes(solution.chosen, solution.plan)
     return made[0].events
 
@@ -296,11 +296,12 @@ def test_linked_blocks_stay_within_the_budget_of_a_plan(
     more than the budget, and the allocator refuses none with the limit that a run sets on it."""
     name, vram = case
     solution = solve(make_problem(name, vram * GIB, hardware="rtx4090"))
-    workspace, limit = solution.problem.hardware.workspace_bytes, limit_bytes(solution.chosen, solution.plan)
+    hardware, limit = solution.problem.hardware, limit_bytes(solution.chosen, solution.plan)
+    workspace, card_bytes = hardware.workspace_bytes, hardware.capacity_bytes
     events = recorded(solution, monkeypatch)
 
     def replay(limit: int) -> Iterator[int]:
-        blocks = LinkedBlocks(expandable=True, limit_bytes=limit + workspace)
+        blocks = LinkedBlocks(expandable=True, limit_bytes=limit + workspace, card_bytes=card_bytes)
         for action, key, nbytes, reserved in events:
             getattr(blocks, action)(*(key, nbytes)[: ("trim", "release", "allocate").index(action)])
             assert blocks.used_bytes == reserved

@@ -8,9 +8,8 @@ ranges by offset instead; the two share no code.
     Pool.unmapped        blocks without memory, by address: `find_expandable_block`
     Block.before, after  neighbours in a segment, merged if both are free, and both mapped or not
 
-One stream of one device; no limit on the split size; no rounding to powers of two. A segment's
-address space never ends, and a later `cudaMalloc` returns a higher address. On a card the driver
-chooses addresses.
+One stream of one device; no limit on the split size; no rounding to powers of two. A later segment
+has a higher address. On a card the driver chooses addresses.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from bisect import bisect_left, insort
 
 KIB, MIB = 1 << 10, 1 << 20
 LEAST = 512  # kMinBlockSize
-ADDRESS_SPACE = 1 << 60
+ADDRESS_SPACE = 1 << 60  # between the beginnings of two segments
 
 
 class Block:
@@ -41,10 +40,12 @@ def by_address(block: Block) -> int:
 
 
 class Pool:
-    """Blocks of one size class. ``page_bytes``: of its expandable segment; 0 for native segments."""
+    """Blocks of one size class. ``page_bytes``, ``space_bytes``: of its expandable segments; 0 for
+    native ones."""
 
-    def __init__(self, small: bool, page_bytes: int) -> None:
+    def __init__(self, small: bool, page_bytes: int, space_bytes: int) -> None:
         self.small, self.page_bytes = small, page_bytes
+        self.pages = -(-space_bytes // page_bytes) if page_bytes else 0
         self.free: list[Block] = []
         self.unmapped: list[Block] = []
         self.reserved_bytes = 0
@@ -146,8 +147,7 @@ class Pool:
             if room_bytes >= size:
                 return first
         self.segments += 1
-        pages = ADDRESS_SPACE // self.page_bytes
-        segment = Block(self.segments * ADDRESS_SPACE, pages * self.page_bytes, False)
+        segment = Block(self.segments * ADDRESS_SPACE, self.pages * self.page_bytes, False)
         self.add(segment)
         return segment
 
@@ -211,14 +211,22 @@ class LinkedBlocks:
 
     ``limit_bytes``: as of `set_per_process_memory_fraction`. Where memory is needed, it is compared
     with the reserved bytes and those of a native segment, whatever is mapped (`alloc_block`).
+    ``card_bytes``: an expandable segment has 9/8 of them as its address space.
     """
 
-    def __init__(self, expandable: bool, page_scale: float = 1.0, limit_bytes: int = ADDRESS_SPACE) -> None:
+    def __init__(
+        self,
+        expandable: bool,
+        page_scale: float = 1.0,
+        limit_bytes: int = ADDRESS_SPACE,
+        card_bytes: int = 1 << 50,
+    ) -> None:
         self.limit_bytes = limit_bytes
         self.small_bytes = whole(int(MIB * page_scale))
         small_page, large_page = (whole(int(mib * MIB * page_scale)) for mib in (2, 20))
-        self.small = Pool(True, small_page if expandable else 0)
-        self.large = Pool(False, large_page if expandable else 0)
+        space = card_bytes + card_bytes // 8
+        self.small = Pool(True, small_page if expandable else 0, space)
+        self.large = Pool(False, large_page if expandable else 0, space)
         self.live: dict[int, tuple[Pool, Block]] = {}
 
     @property
