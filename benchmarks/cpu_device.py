@@ -39,7 +39,7 @@ class CpuDevice(Device):
         self.arenas.count("device", memory)
         return memory[:nbytes]
 
-    def session(self, cap_bytes: int) -> AbstractContextManager[None]:
+    def session(self, cap_bytes: int, limit_bytes: int = 0) -> AbstractContextManager[None]:
         """Nothing to begin."""
         return nullcontext()
 

@@ -1,19 +1,24 @@
-"""Models of device allocators: how many bytes a sequence of allocations and releases reserves. Pure: no torch, no device.
+"""Models of device allocators: the bytes that allocations, releases and trims reserve.
 
 Counting   every size rounded up to 512 bytes: the simulated accelerator
 Caching    PyTorch's caching allocator with ``expandable_segments:True``
 Native     PyTorch's caching allocator with native segments, its default
 
-All three report `used_bytes` after every call. Rules of the caching allocator, from PyTorch's c10/cuda/CUDACachingAllocator.cpp:
-sizes round up to 512 bytes; sizes up to 1 MiB come from a pool of small blocks, larger ones from a pool of large blocks. With
-expandable segments each pool is one address range that grows page by page (2 MiB pages in the small pool, 20 MiB pages in the
-large one). The search is best fit, and adjacent free ranges are merged.
+All three report `used_bytes` after every call. The rules of PyTorch's caching allocator are those
+of c10/cuda/CUDACachingAllocator.cpp (torch 2.11 to 2.13), for one stream and the default settings.
+Sizes round up to 512 bytes. Sizes up to 1 MiB come from a small pool, larger ones from a large
+pool. With expandable segments each pool is one address range, mapped in pages: 2 MiB in the small
+pool, 20 MiB in the large one. The search is best fit over mapped ranges; only where none has room,
+pages are mapped, at the lowest address with room. A trim unmaps all pages without an allocation.
+
+Not modelled: which addresses the driver returns. A new segment is taken to lie above the others.
 """
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_left, insort
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Protocol
 
 from graphrun.units import MIB, round_up
@@ -62,95 +67,142 @@ class Counting:
 
 
 class Pool:
-    """One growing address range with a best-fit search, mapped in pages of ``page_bytes``.
+    """Expandable segments: address ranges of ``space_bytes``, mapped in pages of ``page_bytes``.
 
-    0        offset                       end     mapped pages
-    |##used##|..free..|##used##|...free...|       [0 1 2 3 4 5]
+    0                                    whole pages                     whole pages           space_bytes
+    |##used##|..free..|##used##|..free..|  unmapped  |##used##|..free..|       unmapped       |
+
+    Free ranges are mapped. Adjacent free ranges are merged, and adjacent unmapped ones. Most plans
+    need one segment; where its addresses run out, a second one follows at 2 ``space_bytes``.
     """
 
-    def __init__(self, page_bytes: int) -> None:
-        self.page_bytes = page_bytes
-        self.end = 0
-        self.free: dict[int, int] = {}  # offset -> size of a free range; adjacent ranges are merged
-        self.ends: dict[int, int] = {}  # end of a free range -> its offset
-        self.sizes: list[tuple[int, int]] = []  # (size, offset) of every free range, sorted
-        self.mapped = bytearray()  # per page: 1 if mapped
-
-    @property
-    def mapped_bytes(self) -> int:
-        """Bytes of all mapped pages."""
-        return sum(self.mapped) * self.page_bytes
+    def __init__(self, page_bytes: int, space_bytes: int) -> None:
+        self.page_bytes, self.space_bytes = page_bytes, round_up(space_bytes, page_bytes)
+        self.segments: list[int] = []  # where each begins, ascending
+        self.free: dict[int, int] = {}  # begin -> end
+        self.begins: dict[int, int] = {}  # end -> begin of the free ranges
+        self.sizes: list[tuple[int, int]] = []  # (size, begin) of the free ranges, sorted
+        self.unmapped: dict[int, int] = {}  # begin -> end
 
     def take(self, nbytes: int) -> tuple[tuple[int, int], int]:
         """Allocate ``nbytes``: arguments for `give`, and the bytes newly mapped.
 
-        Takes the smallest free range that is large enough; without one, the pool grows at its end. A free range at the end is
-        tried last: it can grow, so best fit treats it as the largest.
+        Takes the smallest free range that is large enough, and maps pages if there is none. A free
+        range that an unmapped one follows could grow: it is replaced by the next larger free range,
+        as long as that has less room in both (`get_free_block`).
         """
         index = bisect_left(self.sizes, (nbytes, 0))
-        if index < len(self.sizes) - 1 and self.sizes[index][0] + self.sizes[index][1] == self.end:
+        if index == len(self.sizes):
+            return self._map(nbytes)
+        while index + 1 < len(self.sizes) and self._room(index) > self._room(index + 1):
             index += 1
-        if index < len(self.sizes):
-            size, offset = self.sizes[index]
-            self._remove_free(offset)
-            if size > nbytes:
-                self._add_free(offset + nbytes, size - nbytes)
-        else:
-            offset = self.ends.get(self.end, self.end)
-            if offset != self.end:
-                self._remove_free(offset)
-            self.end = offset + nbytes
-        return (offset, nbytes), self._map(offset, nbytes)
-
-    def give(self, offset: int, nbytes: int) -> None:
-        """Free a range and merge it with adjacent free ranges."""
-        if (before := self.ends.get(offset)) is not None:
-            nbytes += self.free[before]
-            self._remove_free(before)
-            offset = before
-        if (size := self.free.get(offset + nbytes)) is not None:
-            self._remove_free(offset + nbytes)
-            nbytes += size
-        self._add_free(offset, nbytes)
-
-    def take_at(self, offset: int, nbytes: int) -> None:
-        """Allocate a range within a free one, where `take` put an equal one before; no page of it was unmapped since."""
-        begin, size = next((o, n) for o, n in self.free.items() if o <= offset and offset + nbytes <= o + n)
+        size, begin = self.sizes[index]
         self._remove_free(begin)
-        if offset > begin:
-            self._add_free(begin, offset - begin)
-        if offset + nbytes < begin + size:
-            self._add_free(offset + nbytes, begin + size - offset - nbytes)
+        if size > nbytes:
+            self._add_free(begin + nbytes, begin + size)
+        return (begin, nbytes), 0
+
+    def copy(self) -> Pool:
+        """Return a pool in the same state."""
+        other = copy.copy(self)
+        other.free, other.begins = self.free.copy(), self.begins.copy()
+        other.sizes, other.unmapped = self.sizes.copy(), self.unmapped.copy()
+        other.segments = self.segments.copy()
+        return other
+
+    def give(self, begin: int, nbytes: int) -> None:
+        """Free a range and merge it with adjacent free ranges."""
+        end = begin + nbytes
+        if (before := self.begins.get(begin)) is not None:
+            self._remove_free(before)
+            begin = before
+        if (after := self.free.get(end)) is not None:
+            self._remove_free(end)
+            end = after
+        self._add_free(begin, end)
+
+    def take_at(self, begin: int, nbytes: int) -> None:
+        """Allocate a range within a free one."""
+        end = begin + nbytes
+        first, last = next(span for span in self.free.items() if span[0] <= begin and end <= span[1])
+        self._remove_free(first)
+        if first < begin:
+            self._add_free(first, begin)
+        if end < last:
+            self._add_free(end, last)
 
     def trim(self) -> int:
-        """Unmap pages that lie entirely in free ranges. Returns the bytes unmapped."""
-        before = self.mapped_bytes
-        for offset, size in self.free.items():
-            first, last = -(-offset // self.page_bytes), (offset + size) // self.page_bytes
-            if offset + size == self.end:
-                last = len(self.mapped)
-            for page in range(first, min(last, len(self.mapped))):
-                self.mapped[page] = 0
-        return before - self.mapped_bytes
+        """Unmap the pages that lie entirely in free ranges. Returns the bytes unmapped."""
+        trimmed = 0
+        for begin, end in list(self.free.items()):
+            first, last = round_up(begin, self.page_bytes), end // self.page_bytes * self.page_bytes
+            if first < last:
+                trimmed += last - first
+                self._remove_free(begin)
+                if begin < first:
+                    self._add_free(begin, first)
+                if last < end:
+                    self._add_free(last, end)
+                first = next((begin for begin, end in self.unmapped.items() if end == first), first)
+                last = self.unmapped.pop(last, last)
+                if last - first < self.space_bytes:
+                    self.unmapped[first] = last
+                else:
+                    self.unmapped.pop(first, None)
+                    self.segments.remove(first)
+        return trimmed
 
-    def _map(self, offset: int, nbytes: int) -> int:
-        first, last = offset // self.page_bytes, (offset + nbytes - 1) // self.page_bytes
-        self.mapped.extend(bytes(max(0, last + 1 - len(self.mapped))))
-        if self.mapped.find(0, first, last + 1) < 0:
-            return 0
-        new = last + 1 - first - sum(self.mapped[first : last + 1])
-        self.mapped[first : last + 1] = b"\1" * (last + 1 - first)
-        return new * self.page_bytes
+    def _map(self, nbytes: int) -> tuple[tuple[int, int], int]:
+        """Allocate ``nbytes`` and map their pages, as `take`, at the lowest address with room."""
+        row = self._row(nbytes)
+        begin, mapped = row[0][0], 0
+        limit = begin + nbytes
+        for first, end in row:
+            if first in self.free:
+                self._remove_free(first)
+            else:
+                last = self.unmapped.pop(first)
+                end = min(last, round_up(limit, self.page_bytes))
+                if end < last:
+                    self.unmapped[end] = last
+                mapped += end - first
+        if end > limit:
+            self.give(limit, end - limit)
+        return (begin, nbytes), mapped
 
-    def _add_free(self, offset: int, size: int) -> None:
-        self.free[offset] = size
-        self.ends[offset + size] = offset
-        insort(self.sizes, (size, offset))
+    def _row(self, nbytes: int) -> list[tuple[int, int]]:
+        """Return ranges in a row, at least one unmapped, the others free, that have room together.
 
-    def _remove_free(self, offset: int) -> None:
-        size = self.free.pop(offset)
-        del self.ends[offset + size]
-        del self.sizes[bisect_left(self.sizes, (size, offset))]
+        They begin at the lowest unmapped range, or the free one before it, with enough of both
+        behind it (`find_expandable_block`); else at that of a new segment.
+        """
+        for unmapped in sorted(self.unmapped):
+            begin = end = self.begins.get(unmapped, unmapped)
+            row = []
+            while end - begin < nbytes and (after := self.free.get(end) or self.unmapped.get(end)):
+                row.append((end, after))
+                end = after
+            if end - begin >= nbytes:
+                return row
+        begin = self.segments[-1] + 2 * self.space_bytes if self.segments else 0
+        self.segments.append(begin)
+        self.unmapped[begin] = begin + self.space_bytes
+        return [(begin, begin + self.space_bytes)]
+
+    def _room(self, index: int) -> int:
+        """Bytes of a free range, by its index in ``sizes``, and of the unmapped one behind it."""
+        size, begin = self.sizes[index]
+        return self.unmapped.get(begin + size, begin + size) - begin
+
+    def _add_free(self, begin: int, end: int) -> None:
+        self.free[begin] = end
+        self.begins[end] = begin
+        insort(self.sizes, (end - begin, begin))
+
+    def _remove_free(self, begin: int) -> None:
+        end = self.free.pop(begin)
+        del self.begins[end]
+        del self.sizes[bisect_left(self.sizes, (end - begin, begin))]
 
 
 class Segments:
@@ -251,14 +303,20 @@ class Caching(_Cached):
     """PyTorch's caching allocator with expandable segments.
 
     ``page_scale``: factor on the sizes of pages, and on that up to which an allocation is small; for models in small.
+    ``card_bytes``: memory of the card. A segment's address space is 9/8 of it.
     """
 
-    def __init__(self, page_scale: float = 1.0) -> None:
+    def __init__(self, page_scale: float = 1.0, card_bytes: int = 1 << 50) -> None:
         small_bytes, *pages = (
             round_up(max(1, int(page_scale * nbytes)), ROUND_BYTES) for nbytes in (SMALL_BYTES, SMALL_PAGE_BYTES, LARGE_PAGE_BYTES)
         )
-        self._pools = [Pool(nbytes) for nbytes in pages]
+        self._pools = [Pool(nbytes, card_bytes + card_bytes // 8) for nbytes in pages]
         super().__init__(self._pools[0], self._pools[1], small_bytes)
+
+    def used_bytes_with(self, sizes: Iterable[int]) -> int:
+        """Return the bytes reserved once ``sizes``, each above 0, are allocated too. Changes nothing."""
+        pools = [pool.copy() for pool in self._pools]
+        return self.used_bytes + sum(pools[not self.is_small(nbytes)].take(round_up(nbytes, ROUND_BYTES))[1] for nbytes in sizes)
 
     def allocate_at(self, key: int, small: bool, place: tuple[int, ...]) -> None:
         """Allocate as ``key`` what was released at ``place`` (see `place`)."""
@@ -267,9 +325,10 @@ class Caching(_Cached):
         self._live[key] = pool, place
 
     def state(self, small: bool) -> Hashable:
-        """Of one of the pools, which know nothing of each other. Equal states answer equal allocations and releases alike."""
+        """Return the state of one pool. In equal states equal calls have equal results. The pools
+        do not depend on each other."""
         pool = self._pools[not small]
-        return pool.end, tuple(pool.sizes), bytes(pool.mapped)
+        return tuple(pool.sizes), frozenset(pool.unmapped.items()), tuple(pool.segments)
 
 
 class Native(_Cached):

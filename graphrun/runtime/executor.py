@@ -35,6 +35,7 @@ from graphrun.runtime.run import HandedOut, Progress, Replan, Run, Setting, Work
 from graphrun.trace import Trace
 from graphrun.units import show_size
 from graphrun.verify.check import check
+from graphrun.verify.pages import limit_bytes
 
 
 def stages_for(plan: Plan, graph: Graph, inputs: Mapping[str, Any], device: Device, host: Host, **more: Any) -> Stages:
@@ -101,7 +102,8 @@ class Session:
         if len(device.helpers) < len(problem.helpers):
             raise PlanError(f"the plan is for {len(problem.helpers) + 1} devices, and {len(device.every)} were opened: plan again")
         self._simulation = solution.simulation
-        self._setting = Setting(solution.chosen, plan, host, device, slowdowns, replan, handed_out)
+        limits = [limit_bytes(solution.chosen, plan, n) for n in range(len(problem.helpers) + 1)]
+        self._setting = Setting(solution.chosen, plan, host, device, slowdowns, replan, handed_out, limits)
         _refuse_drop(plan, host)
         self._begun = False
         self._ahead: Run | None = None  # the next run, whose first slot is done

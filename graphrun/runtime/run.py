@@ -64,6 +64,7 @@ class Setting:
     """What all runs of a session share. ``problem`` is the plan's problem with the plan's choices applied (`apply_choices`).
 
     ``slowdowns``: component -> factor on its compute time, for the components that compute on the CPU.
+    ``limits``: of each device, `verify.pages.limit_bytes`; 0 where memory is not counted in pages.
     """
 
     problem: Problem
@@ -73,6 +74,7 @@ class Setting:
     slowdowns: Mapping[str, float]
     replan: Replan | None
     handed_out: HandedOut | None
+    limits: Sequence[int]
 
 
 class Run:
@@ -170,10 +172,12 @@ class Run:
         # Tensors of other code, such as the caller's, are allocated on the device too. The reserve, which is not part of
         # `effective_bytes`, is for them.
         foreign_bytes = min(self._problem.reserve_bytes, self._before["device"]) + self._host.outside_bytes
+        limit_bytes, *limits = self._setting.limits
         with contextlib.ExitStack() as stack:
-            for helper, of in zip(device.helpers, self._problem.helpers, strict=False):
-                stack.enter_context(helper.session(of.effective_bytes))
-            stack.enter_context(device.session(self._problem.effective_bytes + foreign_bytes))
+            for helper, of, limit in zip(device.helpers, self._problem.helpers, limits, strict=False):
+                stack.enter_context(helper.session(of.effective_bytes, limit))
+            cap_bytes = self._problem.effective_bytes
+            stack.enter_context(device.session(cap_bytes + foreign_bytes, limit_bytes + foreign_bytes))
             stack.enter_context(torch.no_grad())
             for each in reversed(device.every):
                 each.barrier()

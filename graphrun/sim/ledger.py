@@ -52,6 +52,9 @@ class Pages(Protocol):
     def trim(self) -> None:
         """Return unused pages."""
 
+    def used_bytes_with(self, sizes: Sequence[int]) -> int:
+        """Return the bytes reserved once ``sizes`` are allocated too. Changes nothing."""
+
 
 class Allocation:
     """One counted storage, held as an attribute of it, so it is released with the last view. 0 bytes: not counted."""
@@ -150,23 +153,10 @@ class Ledger:
         allocation is refused."""
         if self.pages is None:
             return self.allocated_bytes + sum(sizes)
-        used = self._pages_with(self.pages, sizes)
-        if used > capacity_bytes:
+        sizes = [size for size in sizes if size]
+        if (used := self.pages.used_bytes_with(sizes)) > capacity_bytes:
             self.pages.trim()
-            used = self._pages_with(self.pages, sizes)
-        if used > capacity_bytes:
-            self.pages.trim()
-        return used
-
-    @staticmethod
-    def _pages_with(pages: Pages, sizes: Sequence[int]) -> int:
-        """What ``pages`` reserve once storages of ``sizes`` are allocated. They are released again, and their pages stay."""
-        keys = {-1 - number: size for number, size in enumerate(sizes) if size}
-        for key, size in keys.items():
-            pages.allocate(key, size)
-        used = pages.used_bytes
-        for key in keys:
-            pages.release(key)
+            used = self.pages.used_bytes_with(sizes)
         return used
 
     def enter(self, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -164,7 +164,7 @@ def _peak_bytes(solution: Solution) -> int:
 
 def _unlimited(problem: Problem) -> Problem:
     """The same for every budget and capacity."""
-    return replace(problem, budget_bytes=0, hardware=replace(problem.hardware, capacity_bytes=0))
+    return replace(problem, budget_bytes=0, hardware=replace(problem.hardware, capacity_bytes=1 << 50))
 
 
 def _with_budget(problem: Problem, nbytes: int) -> Problem:

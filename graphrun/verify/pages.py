@@ -7,14 +7,15 @@ A card has to hold the pages that its allocator reserved. `simulate` adds bytes 
              load blocks       calls             calls               `PhaseTrace`: allocations and releases of the dry run
     result   most bytes that the allocator has reserved in the slot
 
-Restored values are allocated before blocks, blocks before rings. Spilled values and rings are released at the slot's end.
+Restored values are allocated before blocks, blocks before rings. Spilled values and rings are released at the slot's end. Nothing
+is returned to the device within a slot, so what is reserved at its end is its peak.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 
-from graphrun.model.allocator import Caching
+from graphrun.model.allocator import Caching, segment_bytes
 from graphrun.model.phase_trace import CALL, CallTrace, Item, repeats_in
 from graphrun.model.plan import Blocks, Evict, Load, Plan, Restore, Slot, Spill, Stream
 from graphrun.model.problem import Problem
@@ -30,6 +31,21 @@ def reserved_bytes(problem: Problem, plan: Plan, helper: int = 0) -> tuple[int, 
     ``problem``: with the plan's choices applied; every phase has its `PhaseNumbers.trace`. A further run begins with the pages that
     the run before it left. Raises KeyError for a plan that `check` refuses.
     """
+    return _replayed(problem, plan, helper)[0]
+
+
+def limit_bytes(problem: Problem, plan: Plan, helper: int = 0) -> int:
+    """Return the least limit, in bytes, under which PyTorch's allocator refuses nothing of ``plan``.
+
+    To map pages for a request, it compares the limit with the reserved bytes and those of a native
+    segment for the request, though fewer may be mapped (`alloc_block`). cuBLAS's workspace does not
+    count. 0 where memory is not counted in pages. Arguments and errors as for `reserved_bytes`.
+    """
+    return _replayed(problem, plan, helper)[1] if problem.counts_pages else 0
+
+
+def _replayed(problem: Problem, plan: Plan, helper: int) -> tuple[tuple[int, ...], int]:
+    """`reserved_bytes` and `limit_bytes`."""
     replay = _Replay(problem, helper)
     for component, blocks in plan.finds:
         replay.load(component, blocks)
@@ -37,7 +53,7 @@ def reserved_bytes(problem: Problem, plan: Plan, helper: int = 0) -> tuple[int, 
     if plan.again:
         replay.end_run()
         found += [replay.slot(slot) for slot in plan.again]
-    return tuple(found)
+    return tuple(found), replay.limit_bytes
 
 
 class _Replay:
@@ -45,7 +61,8 @@ class _Replay:
 
     def __init__(self, problem: Problem, helper: int) -> None:
         self._hardware = problem.helpers[helper - 1].hardware if helper else problem.hardware
-        self._problem, self._allocator, self._helper = problem, Caching(self._hardware.page_scale), helper
+        self._problem, self._helper = problem, helper
+        self._allocator = Caching(self._hardware.page_scale, self._hardware.capacity_bytes)
         self._own = {  # component -> its groups on this device
             of.name: {k for k, group in enumerate(of.groups) if (of.variants[0].helper or group.helper) == helper}
             for of in problem.components
@@ -66,10 +83,11 @@ class _Replay:
         self._restored: dict[tuple[int, Hashable], dict[int, tuple[int, tuple[int, ...]]]] = {}  # (id of events, state of a pool
         # that they leave as it was) -> key of each result -> its bytes, and its place
         self._workspace: int | None = None  # the allocator's key of cuBLAS's workspace
+        self._workspace_bytes = 0  # of it, if a call has allocated it since the last trim
+        self.limit_bytes = 0
         self._last_key = 0
         self._phase: str | None = None
         self._arguments: dict[str, int] = {}  # bytes that a call on a helper gets, by component
-        self._peak_bytes = 0
 
     def slot(self, slot: Slot) -> int:
         """Applies ``slot``; returns the most bytes reserved in it."""
@@ -80,8 +98,6 @@ class _Replay:
                 self._allocator.release(self._blocks.pop(block))
         if slot.part == "load":
             self._trim()
-        self._peak_bytes = 0
-        self._note_peak()
         for action in slot.actions:
             if isinstance(action, Restore) and not self._helper:
                 key = self._allocate(self._spilled.pop(action.value))
@@ -102,7 +118,8 @@ class _Replay:
                 for key in self._storages[action.value]:
                     if key in self._live:
                         self._release(self._live.pop(key))
-        return self._peak_bytes
+        self._measure_workspace()
+        return self._allocator.used_bytes - self._workspace_bytes
 
     def load(self, component: str, blocks: Blocks) -> None:
         """Allocates those of ``blocks`` that are for this device."""
@@ -173,10 +190,7 @@ class _Replay:
 
     def _events(self, number: int, call: CallTrace) -> list[int]:
         if self._workspace is None and (nbytes := self._hardware.workspace_bytes):
-            self._last_key += 1
-            self._workspace = self._last_key
-            self._bytes[self._workspace] = nbytes
-            self._allocator.allocate(self._workspace, nbytes)
+            self._workspace = self._allocate(nbytes)
         if call.kept:
             return self._kept_events(number, call)
         if id(call) not in self._events_in:
@@ -257,20 +271,27 @@ class _Replay:
     def _allocate(self, nbytes: int) -> int:
         self._last_key += 1
         self._bytes[self._last_key] = nbytes
+        before = self._allocator.used_bytes
         self._allocator.allocate(self._last_key, nbytes)
-        self._note_peak()
+        if self._allocator.used_bytes > before:
+            limit = before + segment_bytes(nbytes) - self._hardware.workspace_bytes
+            self.limit_bytes = max(self.limit_bytes, limit)
         return self._last_key
 
-    def _note_peak(self) -> None:
-        """A problem counts the workspace apart from tensors, but it lies among them."""
-        workspace = 0 if self._workspace is None else self._hardware.workspace_bytes
-        self._peak_bytes = max(self._peak_bytes, self._allocator.used_bytes - workspace)
+    def _measure_workspace(self) -> None:
+        """As `CudaDevice.peak_bytes`: the workspace is released where a slot is the first with it
+        since the last trim, and allocated again at its next use."""
+        if self._workspace is not None and not self._workspace_bytes:
+            self._workspace_bytes = self._bytes[self._workspace]
+            self._release(self._workspace)
+            self._workspace = None
 
     def _trim(self) -> None:
-        """As `Device.release_cached`: returns empty pages; cuBLAS's workspace is released too, and taken again at its next use."""
+        """As `Device.release_cached`: returns empty pages; cuBLAS's workspace is released too."""
         if self._workspace is not None:
             self._release(self._workspace)
             self._workspace = None
+        self._workspace_bytes = 0
         self._allocator.trim()
 
     def _release(self, key: int) -> None:

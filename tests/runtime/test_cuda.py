@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,3 +95,28 @@ def test_the_peak_is_without_the_workspace_where_a_product_has_allocated_it(monk
             allocator.product(8 * MIB)
         peaks.append(device.peak_bytes)
     assert peaks == [20 * MIB] * 4
+
+
+def test_the_allocators_limit_is_that_of_the_cap_or_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the cap as its limit, the allocator would refuse requests that map fewer pages than they
+    have bytes, though the plan stays within the cap."""
+    from graphrun.runtime.devices.cuda import CudaDevice
+
+    shares = [1.0]
+    total = 24 * GIB
+    for name, fake in {
+        "get_per_process_memory_fraction": lambda index: shares[-1],
+        "set_per_process_memory_fraction": lambda share, index: shares.append(share),
+        "get_device_properties": lambda index: SimpleNamespace(total_memory=total),
+        "device": lambda index: nullcontext(),
+        "current_stream": lambda index: None,
+        "empty_cache": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(CudaDevice, "mark", lambda self, stream: None)
+    device = CudaDevice.__new__(CudaDevice)
+    device._index, device._workspace_bytes = 0, 8 * MIB
+    for cap, limit, expected in ((8 * GIB, 0, 8 * GIB), (8 * GIB, 7 * GIB, 8 * GIB), (8 * GIB, 9 * GIB, 9 * GIB)):
+        with device.session(cap, limit):
+            assert int(shares[-1] * total) == expected + 8 * MIB
+        assert shares[-1] == 1.0

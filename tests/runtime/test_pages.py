@@ -14,12 +14,14 @@ from graphrun.model.allocator import LARGE_PAGE_BYTES, ROUND_BYTES, Caching
 from graphrun.profile.hardware import simulated
 from graphrun.profile.problems import Limits, problem_of
 from graphrun.runtime.devices.open import open_device
+from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.runtime.executor import Session
 from graphrun.runtime.host import Host
 from graphrun.sim import Machine
 from graphrun.solve.pages import smallest_budget
 from graphrun.solve.solve import solve
 from graphrun.units import MIB, round_up
+from graphrun.verify.pages import limit_bytes
 
 # Weights of the graph in small over those of the model it stands for.
 CASES = (("flux-tiny", 4 * MIB, 0.0005), ("wan-tiny", 6 * MIB, 0.0005), ("sdxl-tiny", 8 * MIB, 0.001))
@@ -30,7 +32,8 @@ def page_bytes(scale: float) -> int:
 
 
 @pytest.mark.parametrize("case", sampled(CASES, CASES[:1], "pages"), ids=str)
-def test_a_run_reserves_what_was_planned(case: tuple[str, int, float]) -> None:
+def test_a_run_reserves_what_was_planned(case: tuple[str, int, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device gets the limit with which PyTorch's allocator refuses nothing of the plan."""
     name, budget, scale = case
     whole = TinyPipeline(name, {"steps": 2})
     problem = problem_of(whole.graph, whole._probed, simulated(scale), Limits(budget, AMPLE), whole.inputs)
@@ -38,6 +41,12 @@ def test_a_run_reserves_what_was_planned(case: tuple[str, int, float]) -> None:
     unlimited = replace(solution.problem, budget_bytes=AMPLE)
     whole.device = open_device(unlimited)
     whole.host = Host.of_graph(whole.graph, solution.problem, whole.device, whole.modules)
+    session, limits = SimulatedDevice.session, list[int]()
+    monkeypatch.setattr(
+        SimulatedDevice,
+        "session",
+        lambda self, cap, limit: limits.append(limit) or session(self, cap, limit),
+    )
     for _ in range(2):  # the second run finds no page that the first one left
         trace = whole.run(unlimited, replace(solution.plan, problem=unlimited.digest))
         assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
@@ -45,6 +54,7 @@ def test_a_run_reserves_what_was_planned(case: tuple[str, int, float]) -> None:
         assert max(planned) <= budget
         for slot, peak in zip(trace.slots, planned, strict=True):
             assert slot.peak_bytes == peak, slot.name
+        assert set(limits) == {limit_bytes(solution.chosen, solution.plan)}
 
 
 @pytest.mark.sweep("pages")

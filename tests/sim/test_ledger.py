@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import random
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
+from linked_blocks import LinkedBlocks
 
 from graphrun.errors import InputError
+from graphrun.model.allocator import Caching
 from graphrun.sim import Machine, SimulatedOutOfMemory
 
 KIB = 1024
@@ -309,3 +314,41 @@ def test_entering_twice_and_making_tensors_outside_are_errors():
 def test_senseless_machines_are_refused(options):
     with pytest.raises(InputError, match=next(iter(options))):
         Machine(**options)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_in_pages_asking_whether_storages_fit_changes_nothing(seed: int) -> None:
+    """The machine reserves what an allocator reserves that is not asked first: of its pages alone,
+    and where a refusal, and a trim before it, are due."""
+    rng = random.Random(seed)
+    scale = 2**-10  # large pages of 20 KiB
+    pages, live = LinkedBlocks(expandable=True, page_scale=scale), dict[int, int]()
+    machine = Machine(rng.choice((2000 * KIB, 800 * KIB)), pages=Caching(scale))
+    for _ in range(80):
+        action = rng.random()
+        if action < 0.1:
+            machine.trim()
+            pages.trim()
+        elif action < 0.4 and live:
+            key = rng.choice(list(live))
+            machine.release(key, live.pop(key))
+            pages.release(key)
+        else:
+            sizes = [512 * rng.randrange(1, 200) for _ in range(rng.choice((1, 1, 2, 3)))]
+            if not (fits := room_for(sizes, pages, machine)):
+                pages.trim()
+                fits = room_for(sizes, pages, machine)
+            with nullcontext() if fits else pytest.raises(SimulatedOutOfMemory):
+                machine.admit(sizes)
+                for size in sizes:
+                    key = machine.enter(size, (size,), torch.uint8)
+                    live[key] = size
+                    pages.allocate(key, size)
+        assert machine.used_bytes == pages.used_bytes
+
+
+def room_for(sizes: list[int], pages: LinkedBlocks, machine: Machine) -> bool:
+    trial = copy.deepcopy(pages)
+    for number, size in enumerate(sizes):
+        trial.allocate(-1 - number, size)
+    return trial.used_bytes <= machine.capacity_bytes

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from campaign import sampled
+from linked_blocks import LinkedBlocks, Refused
 
 from graphrun.model.allocator import Caching
 from graphrun.model.choices import apply_choices
 from graphrun.model.phase_trace import CALL, CallTrace, PhaseTrace, Repeat, repeats_in
+from graphrun.model.plan import Evict, Load, Slot
 from graphrun.model.problem import Problem
+from graphrun.model.solution import Solution
 from graphrun.profile.dry_run import probe
 from graphrun.profile.hardware import hardware
 from graphrun.profile.problems import Limits, problem_of
 from graphrun.report.whatif_screens import infeasible_screen
+from graphrun.runtime.devices.cuda import CudaDevice
 from graphrun.solve import pages
 from graphrun.solve.fastest import Found, fastest, find, find_near
 from graphrun.solve.infeasible import Infeasible
@@ -23,7 +31,7 @@ from graphrun.solve.least import smallest_tensor_budget
 from graphrun.solve.pages import smallest_budget, solved, with_reserve
 from graphrun.solve.solve import solve
 from graphrun.units import GIB, MIB
-from graphrun.verify.pages import reserved_bytes
+from graphrun.verify.pages import limit_bytes, reserved_bytes
 from graphrun.verify.solution import in_pages
 
 pytestmark = pytest.mark.long  # most of them trace a graph at true size
@@ -96,32 +104,112 @@ def test_a_further_run_begins_with_what_the_first_one_left(make_problem: Any) ->
     assert solution.simulation.peak_bytes <= problem.effective_bytes
 
 
-def test_the_replay_is_that_of_the_allocator(make_problem: Any) -> None:
-    """One component, resident: its blocks, the ring and the call's tensor, one after another."""
-    problem = traced(make_problem("flux-tiny", 64 * MIB))
-    solution = solve(problem)
-    allocator = Caching()
-    expected = []
-    key = 0
-    held: dict[tuple[str, str, int], int] = {}
-    for slot in solution.plan.slots[:2]:  # load and first of the first phase
-        if slot.part == "load":
-            allocator.trim()
+WORKSPACE = 8_519_680  # cuBLAS's, as PyTorch's allocator gets it
+
+
+class Card:
+    """`CudaDevice` over linked blocks that stand for PyTorch's allocator."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.blocks, self.peak = LinkedBlocks(expandable=True), 0
+        self.phase, self.kept = "", set[Any]()
+        self.device = CudaDevice.__new__(CudaDevice)
+        self.device._index = self.device._workspace_seen_bytes = 0
+        patch.setattr(torch.cuda, "memory_allocated", lambda index: WORKSPACE * ("workspace" in self.blocks.live))
+        patch.setattr(torch.cuda, "max_memory_reserved", lambda index: self.peak)
+        patch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset_peak)
+        patch.setattr(torch.cuda, "empty_cache", self.blocks.trim)
+        patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", self.clear_workspace, raising=False)
+
+    def allocate(self, key: Any, nbytes: int) -> None:
+        self.blocks.allocate(key, nbytes)
+        self.peak = max(self.peak, self.blocks.used_bytes)
+
+    def reset_peak(self, index: int) -> None:
+        self.peak = self.blocks.used_bytes
+
+    def clear_workspace(self) -> None:
+        if "workspace" in self.blocks.live:
+            self.blocks.release("workspace")
+
+    def slot(self, problem: Problem, slot: Slot) -> int:
+        """Performs ``slot`` in the executor's order. Returns the measured peak."""
+        if slot.phase != self.phase:
+            self.begin_phase(problem, slot.phase)
         for action in slot.actions:
-            if type(action).__name__ == "Load":
-                numbers = solution.chosen.component(action.component)
-                for k, group in enumerate(numbers.groups):
-                    for i in range(len(group.blocks)):
-                        key += 1
-                        allocator.allocate(key, numbers.variants[0].block_bytes[k])
-                        held[action.component, group.name, i] = key
-        most = allocator.used_bytes
-        if slot.part == "first":
-            allocator.allocate(0, ACTIVATION)
-            most = allocator.used_bytes
-            allocator.release(0)
-        expected.append(most)
-    assert list(reserved_bytes(solution.chosen, solution.plan)[:2]) == expected
+            for key in blocks_of(problem, action) if isinstance(action, Evict) else ():
+                self.blocks.release(key)
+        if slot.part == "load":
+            self.device.release_cached()
+        self.device.reset_peak()
+        for action in slot.actions:
+            for key, nbytes in (blocks_of(problem, action) if isinstance(action, Load) else {}).items():
+                self.allocate(key, nbytes)
+        if slot.part in ("first", "steady"):
+            trace = next(of.trace for of in problem.phases if of.name == slot.phase)
+            for number, _ in trace.first if slot.part == "first" else trace.steady:
+                self.call(number, trace.calls[number])
+        return self.device.peak_bytes
+
+    def begin_phase(self, problem: Problem, name: str) -> None:
+        """Releases what the phase before kept, and allocates the values that ``name`` finds."""
+        for key in self.kept:
+            self.blocks.release(key)
+        self.kept, self.phase = set(), name
+        for number, phase in enumerate(problem.phases):
+            nbytes = problem.value_bytes(number) + phase.live_in_bytes
+            if phase.name == name and nbytes:
+                self.allocate("values", nbytes)
+                self.kept.add("values")
+
+    def call(self, number: int, call: CallTrace) -> None:
+        if "workspace" not in self.blocks.live:
+            self.allocate("workspace", WORKSPACE)  # cuBLAS's first matrix product
+        kept = {key for of, key in self.kept - {"values"} if of == number}
+        for key, nbytes in call.events:
+            if nbytes and key not in kept:
+                self.allocate((number, key), nbytes)
+                self.kept |= {(number, key)} if key in call.kept else set()
+            elif not nbytes:
+                self.blocks.release((number, key))
+
+
+def with_random_calls(problem: Problem, rng: random.Random) -> Problem:
+    """`traced`; every call allocates and releases tensors, some of which its component keeps."""
+
+    def call(component: str) -> CallTrace:
+        live, events, kept = list[int](), list[tuple[int, int]](), list[int]()
+        for key in range(1, 12):
+            events.append((key, rng.choice((5_000, 3 * MIB, 9 * MIB, 17 * MIB, 40 * MIB))))
+            (kept if rng.random() < 0.2 else live).append(key)
+            events += [(live.pop(rng.randrange(len(live))), 0)] if live and rng.random() < 0.7 else []
+        return CallTrace(component, (*events, *((key, 0) for key in live)), tuple(kept))
+
+    problem = traced(problem)
+    phases = tuple(
+        replace(phase, trace=replace(phase.trace, calls=tuple(call(of.component) for of in phase.trace.calls)))
+        for phase in problem.phases
+    )
+    return replace(problem, phases=phases, hardware=replace(problem.hardware, workspace_bytes=WORKSPACE))
+
+
+def test_the_replay_is_that_of_a_card(make_problem: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every slot's peak is what `CudaDevice` measures where its methods are called in the executor's
+    order: evict, return pages, load, compute, and measure the peak, which releases the workspace."""
+    solution = solve(traced(make_problem("flux-tiny", GIB)))
+    for seed in range(100):
+        problem = with_random_calls(solution.chosen, random.Random(seed))
+        card = Card(monkeypatch)
+        peaks = [card.slot(problem, slot) for slot in solution.plan.slots]
+        assert list(reserved_bytes(problem, solution.plan)) == peaks, seed
+
+
+def blocks_of(problem: Problem, action: Load | Evict) -> dict[Any, int]:
+    """Bytes of the blocks that ``action`` names, by component, group and index."""
+    component = problem.component(action.component)
+    sizes = dict(zip((group.name for group in component.groups), component.variants[0].block_bytes, strict=True))
+    named = action.blocks or [(group.name, range(len(group.blocks))) for group in component.groups]
+    return {(component.name, group, i): sizes[group] for group, indices in named for i in indices}
 
 
 def test_equal_calls_are_replayed_once_and_count_the_same(make_problem: Any) -> None:
@@ -144,6 +232,84 @@ def test_equal_calls_are_replayed_once_and_count_the_same(make_problem: Any) -> 
         assert reserved_bytes(solution.chosen, solution.plan) == known
     finally:
         pages.Caching = before  # type: ignore[misc]
+
+
+class Recorded(Caching):
+    """Notes what a replay allocates, releases and trims, with the bytes then reserved. No two states
+    are equal, so every call is replayed. What is allocated where it was just released is renamed."""
+
+    def __init__(self, page_scale: float, card_bytes: int) -> None:
+        super().__init__(page_scale, card_bytes)
+        self.events: list[tuple[str, int, int, int]] = []
+        self._released: dict[tuple[bool, tuple[int, ...]], int] = {}  # not noted yet
+        self._first_keys: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
+
+    def state(self, small: bool) -> int:
+        return len(self.events)
+
+    def allocate(self, key: int, nbytes: int) -> None:
+        self._note_released()
+        super().allocate(key, nbytes)
+        self._sizes[key] = nbytes
+        self.events.append(("allocate", key, nbytes, self.used_bytes))
+
+    def release(self, key: int) -> None:
+        small, place = self.is_small(self._sizes[key]), self.place(key)
+        super().release(key)
+        self._released[small, place] = key
+
+    def allocate_at(self, key: int, small: bool, place: tuple[int, ...]) -> None:
+        super().allocate_at(key, small, place)
+        before = self._released.pop((small, place))
+        self._first_keys[key], self._sizes[key] = self._first_keys.get(before, before), self._sizes[before]
+
+    def trim(self) -> None:
+        self._note_released()
+        super().trim()
+        self.events.append(("trim", 0, 0, self.used_bytes))
+
+    def _note_released(self) -> None:
+        keys = [self._first_keys.get(key, key) for key in self._released.values()]
+        self.events += [("release", key, 0, self.used_bytes) for key in keys]
+        self._released.clear()
+
+
+def recorded(solution: Solution, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int, int]]:
+    """The events of the whole plan of ``solution``."""
+    made = list[Recorded]()
+    with monkeypatch.context() as patch:
+        patch.setattr("graphrun.verify.pages.Caching", lambda *of: made.append(Recorded(*of)) or made[0])
+        reserved_bytes(solution.chosen, solution.plan)
+    return made[0].events
+
+
+# Plans by an allocator model that searched mapped and unmapped pages alike reserved up to 200 MiB more than these budgets.
+TIGHT = (("flux2-dev", 12), ("wan22-t2v", 12), ("flux-dev", 8), ("chroma", 8))
+
+
+@pytest.mark.parametrize("case", sampled(TIGHT, TIGHT[:1], "pages"), ids=str)
+def test_linked_blocks_stay_within_the_budget_of_a_plan(
+    case: tuple[str, int], make_problem: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Judged by the second model, a plan's own events reserve what the replay says after each, never
+    more than the budget, and the allocator refuses none with the limit that a run sets on it."""
+    name, vram = case
+    solution = solve(make_problem(name, vram * GIB, hardware="rtx4090"))
+    hardware, limit = solution.problem.hardware, limit_bytes(solution.chosen, solution.plan)
+    workspace, card_bytes = hardware.workspace_bytes, hardware.capacity_bytes
+    events = recorded(solution, monkeypatch)
+
+    def replay(limit: int) -> Iterator[int]:
+        blocks = LinkedBlocks(expandable=True, limit_bytes=limit + workspace, card_bytes=card_bytes)
+        for action, key, nbytes, reserved in events:
+            getattr(blocks, action)(*(key, nbytes)[: ("trim", "release", "allocate").index(action)])
+            assert blocks.used_bytes == reserved
+            yield reserved
+
+    assert max(replay(limit)) <= solution.problem.effective_bytes + workspace
+    with pytest.raises(Refused):
+        max(replay(limit - 1))
 
 
 def test_what_repeats_within_a_call() -> None:

@@ -60,14 +60,18 @@ class CudaDevice(Device):
         self._queues = {queue: ThreadPoolExecutor(1, f"graphrun-{queue}") for queue in get_args(Queue)}
 
     @contextmanager
-    def session(self, cap_bytes: int) -> Iterator[None]:
+    def session(self, cap_bytes: int, limit_bytes: int = 0) -> Iterator[None]:
         """Makes the device current, and limits its allocator to ``cap_bytes`` plus the workspace, until the context is left.
 
         The limit (torch.cuda.set_per_process_memory_fraction) counts what the caching allocator has reserved, also for other code
-        of this process, and not the CUDA context.
+        of this process, and not the CUDA context. Before the allocator maps pages, it adds the bytes
+        of the whole request to those reserved, also where fewer are mapped. So the limit is
+        ``limit_bytes``, if that is more: with less, the allocator would trim, or refuse, what the
+        plan allocates within the cap.
         """
         before = torch.cuda.get_per_process_memory_fraction(self._index)
-        wanted = cap_bytes + self._workspace_bytes + 0.5  # the allocator multiplies and truncates; 0.5 keeps it from losing a byte
+        # The allocator multiplies and truncates; 0.5 keeps it from losing a byte.
+        wanted = max(cap_bytes, limit_bytes) + self._workspace_bytes + 0.5
         share = wanted / torch.cuda.get_device_properties(self._index).total_memory
         with torch.cuda.device(self._index):
             self._compute = torch.cuda.current_stream(self._index)

@@ -108,8 +108,12 @@ class Device(ABC):
         return self.torch_device
 
     @abstractmethod
-    def session(self, cap_bytes: int) -> AbstractContextManager[None]:
-        """Activates the device, and refuses allocations beyond ``cap_bytes``, until the context is left."""
+    def session(self, cap_bytes: int, limit_bytes: int = 0) -> AbstractContextManager[None]:
+        """Activate the device, and refuse allocations beyond ``cap_bytes``, until the context is left.
+
+        ``limit_bytes``: of the plan, `verify.pages.limit_bytes`. PyTorch's allocator gets the larger
+        of both as its limit.
+        """
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor on the device. Raises torch.OutOfMemoryError past the cap."""

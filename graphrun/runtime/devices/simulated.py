@@ -37,7 +37,7 @@ class SimulatedDevice(Device):
         return self.machine
 
     @contextmanager
-    def session(self, cap_bytes: int) -> Iterator[None]:
+    def session(self, cap_bytes: int, limit_bytes: int = 0) -> Iterator[None]:
         """Activates the machine with a capacity of at most ``cap_bytes``; one beside another becomes active with that one. Ops run
         on its compute timeline, whichever was current.
 
