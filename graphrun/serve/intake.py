@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import Request
+from fastapi.responses import JSONResponse
 from starlette.datastructures import UploadFile
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -39,10 +40,11 @@ class Bounded:
             await self._app(scope, receive, send)
             return
         body = _Body(scope, receive, self._bounds)
-        early = False
+        started = early = False
 
         async def answer(message: Message) -> None:
-            nonlocal early
+            nonlocal started, early
+            started = True
             if message["type"] == "http.response.start" and not body.ended:
                 early = True
                 message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
@@ -52,7 +54,12 @@ class Bounded:
                 message = {"type": "http.response.body"}
             await send(message)
 
-        await self._app(scope, body.receive, answer)
+        try:
+            await self._app(scope, body.receive, answer)
+        except asyncio.CancelledError:  # by uvicorn, which ends; it would log a traceback and answer 500
+            if not started:
+                error = Refused.stopping()
+                await JSONResponse(error.body, error.status, headers=error.headers)(scope, receive, send)
 
 
 class _Body:

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import socket
-from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
-from graphrun.serve.server import http_server
-from graphrun.serve.service import Service
-from graphrun.serve.settings import Bounds, Settings
-
 CONNECTIONS = 20
-HOUR = 3600.0
+pytestmark = pytest.mark.long
 POST = b"POST /v1/images/generations HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 GET = b"GET /openapi.json HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 KEY = b"Authorization: Bearer a key\r\n"
@@ -35,40 +28,6 @@ EARLY = {
     "no method": (405, POST.replace(b"/v1/images/generations", b"/healthz") + b"Content-Length: 100\r\n\r\n"),
     "a body nobody reads": (200, b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n"),
 }
-
-
-@contextlib.asynccontextmanager
-async def port_of(folder: Path, buffer_bytes: int | None = None, **bounds: float) -> AsyncIterator[tuple[int, Any]]:
-    """A port, and the connections that are open there. What needs a plan waits without end."""
-    settings = Settings(
-        (Path("flux-tiny"),),
-        trust=(),
-        budgets={},
-        hardware=(),
-        cache=folder,
-        reuse="none",
-        folder=folder,
-        limits={},
-        version="1",
-        bounds=Bounds(**{"body_seconds": HOUR, "idle_seconds": HOUR, **bounds}),  # type: ignore[arg-type]
-        keys={"tester": hashlib.sha256(b"a key").hexdigest()},
-        connections=CONNECTIONS,
-    )
-    service: Any = Service(settings)
-    service._planner = SimpleNamespace(send=lambda *_, **__: None)  # one that never answers
-    server, listener = http_server(service, "127.0.0.1", 0)
-    if buffer_bytes is not None:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
-    running = asyncio.ensure_future(server.serve([listener]))
-    try:
-        async with asyncio.timeout(10):
-            await until(lambda: server.started)
-            yield listener.getsockname()[1], server.server_state.connections
-    finally:
-        for connection in list(server.server_state.connections):
-            connection.transport.abort()
-        server.should_exit = True
-        await running
 
 
 async def opened(port: int, text: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -104,15 +63,15 @@ async def health(port: int) -> int:
 
 
 @pytest.mark.parametrize(("status", "text"), EARLY.values(), ids=EARLY)
-def test_after_an_answer_before_the_body_the_connection_is_closed(tmp_path: Path, status: int, text: bytes) -> None:
+def test_after_an_answer_before_the_body_the_connection_is_closed(port_of: Any, tmp_path: Path, status: int, text: bytes) -> None:
     async def silent() -> None:
-        async with port_of(tmp_path, idle_seconds=0.2) as (port, connections):
-            reader, writer = await opened(port, text)
+        async with port_of(tmp_path, connections=CONNECTIONS, bounds={"idle_seconds": 0.2}) as port:
+            reader, writer = await opened(port.number, text)
             found, head, _ = await answer(reader)
             assert (found, b"connection: close" in head) == (status, True)
             writer.write(b"1")  # and then nothing
             assert await reader.read() == b""
-            await until(lambda: not connections)
+            await until(lambda: not port.connections)
 
     asyncio.run(silent())
 
@@ -123,7 +82,7 @@ async def until(holds: Any) -> None:
 
 
 @pytest.mark.parametrize("chunked", [True, False])
-def test_after_an_answer_before_the_body_a_bounded_part_of_it_is_read(tmp_path: Path, chunked: bool) -> None:
+def test_after_an_answer_before_the_body_a_bounded_part_of_it_is_read(port_of: Any, tmp_path: Path, chunked: bool) -> None:
     """As much as a body may have, so that a client that sends no more gets its answer on every system."""
     most, piece = 2**16, 2**12
     length = b"Transfer-Encoding: chunked\r\n\r\n" if chunked else b"Content-Length: 99999999999\r\n\r\n"
@@ -131,8 +90,8 @@ def test_after_an_answer_before_the_body_a_bounded_part_of_it_is_read(tmp_path: 
 
     async def flood() -> tuple[int, int]:
         sent = 0
-        async with port_of(tmp_path, body_bytes=most) as (port, _):
-            reader, writer = await opened(port, POST + KEY + length)
+        async with port_of(tmp_path, connections=CONNECTIONS, bounds={"body_bytes": most}) as port:
+            reader, writer = await opened(port.number, POST + KEY + length)
             status, _, _ = await answer(reader)
             with contextlib.suppress(ConnectionError):
                 while sent < 64 * 2**20:
@@ -147,10 +106,10 @@ def test_after_an_answer_before_the_body_a_bounded_part_of_it_is_read(tmp_path: 
     assert most <= sent < 32 * 2**20, "the rest is in buffers of the system"
 
 
-def test_a_small_body_is_read_after_the_answer_so_that_the_client_gets_it_whole(tmp_path: Path) -> None:
+def test_a_small_body_is_read_after_the_answer_so_that_the_client_gets_it_whole(port_of: Any, tmp_path: Path) -> None:
     async def ask() -> None:
-        async with port_of(tmp_path) as (port, _):
-            reader, writer = await opened(port, EARLY["no JSON"][1])
+        async with port_of(tmp_path, connections=CONNECTIONS) as port:
+            reader, writer = await opened(port.number, EARLY["no JSON"][1])
             assert (await answer(reader))[0] == 415
             writer.write(b"x" * 100)
             assert await reader.read() == b"", "not a reset"
@@ -160,12 +119,14 @@ def test_a_small_body_is_read_after_the_answer_so_that_the_client_gets_it_whole(
 
 @pytest.mark.parametrize(("limit", "words"), [("body_seconds", b"did not come within"), ("idle_seconds", b"nothing came for")])
 @pytest.mark.parametrize("path", [b"generations", b"edits"])
-def test_slow_bodies_are_refused_and_cut_off(tmp_path: Path, limit: str, words: bytes, path: bytes) -> None:
+def test_slow_bodies_are_refused_and_cut_off(port_of: Any, tmp_path: Path, limit: str, words: bytes, path: bytes) -> None:
     kind = JSON if path == b"generations" else b"Content-Type: multipart/form-data; boundary=b\r\n"
 
     async def send() -> None:
-        async with port_of(tmp_path, **{limit: 0.3}) as (port, connections):
-            reader, writer = await opened(port, POST.replace(b"generations", path) + KEY + kind + b"Content-Length: 10000\r\n\r\n")
+        async with port_of(tmp_path, connections=CONNECTIONS, bounds={limit: 0.3}) as port:
+            reader, writer = await opened(
+                port.number, POST.replace(b"generations", path) + KEY + kind + b"Content-Length: 10000\r\n\r\n"
+            )
             writer.write(b'--b\r\nContent-Disposition: form-data; name="prompt"\r\n\r\n')
 
             async def trickle() -> None:
@@ -179,16 +140,16 @@ def test_slow_bodies_are_refused_and_cut_off(tmp_path: Path, limit: str, words: 
             assert words in body
             assert b"0.3 s" in body
             trickling.cancel()
-            await until(lambda: not connections)
+            await until(lambda: not port.connections)
 
     asyncio.run(send())
 
 
 @pytest.mark.parametrize("text", [b"", POST])
-def test_slow_headers_are_cut_off(tmp_path: Path, text: bytes) -> None:
+def test_slow_headers_are_cut_off(port_of: Any, tmp_path: Path, text: bytes) -> None:
     async def send() -> None:
-        async with port_of(tmp_path, body_seconds=0.3) as (port, _):
-            reader, _ = await opened(port, text)
+        async with port_of(tmp_path, connections=CONNECTIONS, bounds={"body_seconds": 0.3}) as port:
+            reader, _ = await opened(port.number, text)
             assert await reader.read() == b""
 
     asyncio.run(send())
@@ -207,30 +168,30 @@ SILENT = {
 
 
 @pytest.mark.parametrize("text", SILENT.values(), ids=SILENT)
-def test_connections_that_wait_for_their_clients_lock_nobody_out(tmp_path: Path, text: bytes) -> None:
+def test_connections_that_wait_for_their_clients_lock_nobody_out(port_of: Any, tmp_path: Path, text: bytes) -> None:
     """No deadline ends them here: the one that waits longest makes room."""
 
     async def attack() -> None:
-        async with port_of(tmp_path, buffer_bytes=4096) as (port, connections):
+        async with port_of(tmp_path, connections=CONNECTIONS, buffer_bytes=4096) as port:
             silent = []
             for _ in range(2 * CONNECTIONS):
-                silent.append(await deaf(port, text))
+                silent.append(await deaf(port.number, text))
                 if GET in text:
-                    await until(lambda: all(each.flow.write_paused or each.transport.is_closing() for each in connections))
-            assert await asyncio.gather(*(health(port) for _ in range(5))) == [200] * 5
-            assert len(connections) <= CONNECTIONS
+                    await until(lambda: all(each.flow.write_paused or each.transport.is_closing() for each in port.connections))
+            assert await asyncio.gather(*(health(port.number) for _ in range(5))) == [200] * 5
+            assert len(port.connections) <= CONNECTIONS
             for each in silent:
                 each.close()
 
     asyncio.run(attack())
 
 
-def test_the_connection_that_waits_longest_makes_room(tmp_path: Path) -> None:
+def test_the_connection_that_waits_longest_makes_room(port_of: Any, tmp_path: Path) -> None:
     async def attack() -> None:
-        async with port_of(tmp_path) as (port, _):
-            silent = [await deaf(port, b"") for _ in range(CONNECTIONS)]
-            reader, writer = await opened(port, POST + KEY + JSON + b"Content-Length: 14\r\n\r\n")
-            silent += [await deaf(port, b"") for _ in range(CONNECTIONS // 2)]
+        async with port_of(tmp_path, connections=CONNECTIONS) as port:
+            silent = [await deaf(port.number, b"") for _ in range(CONNECTIONS)]
+            reader, writer = await opened(port.number, POST + KEY + JSON + b"Content-Length: 14\r\n\r\n")
+            silent += [await deaf(port.number, b"") for _ in range(CONNECTIONS // 2)]
             writer.write(b'{"model": "x"}')
             assert (await answer(reader))[0] == 404
             for each in silent:
@@ -239,31 +200,31 @@ def test_the_connection_that_waits_longest_makes_room(tmp_path: Path) -> None:
     asyncio.run(attack())
 
 
-def test_where_the_server_works_for_all_connections_the_next_one_is_refused(tmp_path: Path) -> None:
+def test_where_the_server_works_for_all_connections_the_next_one_is_refused(port_of: Any, tmp_path: Path) -> None:
     async def ask() -> None:
-        async with port_of(tmp_path) as (port, connections):
+        async with port_of(tmp_path, connections=CONNECTIONS) as port:
             text = POST + KEY + JSON + b'Content-Length: 15\r\n\r\n{"prompt": "a"}'
-            working = [await opened(port, text) for _ in range(CONNECTIONS)]
-            await until(lambda: not any(each.waits_for_client for each in connections) and len(connections) == CONNECTIONS)
-            reader, _ = await opened(port, b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            working = [await opened(port.number, text) for _ in range(CONNECTIONS)]
+            await until(lambda: [each.waits_for_client for each in port.connections] == [False] * CONNECTIONS)
+            reader, _ = await opened(port.number, b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
             status, head, body = await answer(reader)
             assert (status, json.loads(body)["error"]["code"]) == (503, "busy")
             assert b"retry-after: 5" in head
             assert await reader.read() == b""
             working.pop()[1].close()
-            await until(lambda: len(connections) < CONNECTIONS)
-            assert await health(port) == 200
+            await until(lambda: len(port.connections) < CONNECTIONS)
+            assert await health(port.number) == 200
 
     asyncio.run(ask())
 
 
-def test_a_client_that_reads_nothing_is_cut_off_and_a_slow_one_gets_everything(tmp_path: Path) -> None:
+def test_a_client_that_reads_nothing_is_cut_off_and_a_slow_one_gets_everything(port_of: Any, tmp_path: Path) -> None:
     async def read() -> None:
-        async with port_of(tmp_path, buffer_bytes=4096, idle_seconds=0.2) as (port, connections):
-            with await deaf(port, GET * 100):
-                await until(lambda: any(each.flow.write_paused for each in connections))
-                await until(lambda: not connections)
-            with await deaf(port, GET * 20) as slow:
+        async with port_of(tmp_path, connections=CONNECTIONS, buffer_bytes=4096, bounds={"idle_seconds": 0.2}) as port:
+            with await deaf(port.number, GET * 100):
+                await until(lambda: any(each.flow.write_paused for each in port.connections))
+                await until(lambda: not port.connections)
+            with await deaf(port.number, GET * 20) as slow:
                 read, loop = b"", asyncio.get_running_loop()
                 while read.count(b"HTTP/1.1 200") < 20 or not read.endswith(b"}"):
                     read += await loop.sock_recv(slow, 4096)
