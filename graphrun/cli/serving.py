@@ -55,6 +55,14 @@ def serve(
     max_pixels: Annotated[int, typer.Option(help="Of a picture.", min=1)] = 2**22,
     max_steps: Annotated[int, typer.Option(min=1)] = 100,
     max_n: Annotated[int, typer.Option(help="Pictures of a request.", min=1)] = 4,
+    arrival: Annotated[str, typer.Option(help="The longest that headers, and then a body, may take to arrive.")] = "20s",
+    idle: Annotated[
+        str,
+        typer.Option(help="The longest that a client may send no byte of a body, read no byte of an answer, or ask for nothing."),
+    ] = "5s",
+    connections: Annotated[
+        int, typer.Option(help="Open at once; where another one comes, the one that has idled longest is closed.", min=1)
+    ] = 512,
     reuse: Reuse = "encoded",
     cluster: ClusterFile = None,
 ) -> None:
@@ -93,6 +101,7 @@ def serve(
             budgets = {name: value for name, value in asked.estimate_arguments.items() if name not in ("runs", "until")}
             budgets |= {"vram": asked.vram}
         bounds = Bounds(parse_size(max_body), parse_size(max_upload), max_prompt, max_pixels, max_steps, max_n)
+        bounds = replace(bounds, body_seconds=_above_zero("--arrival", arrival), idle_seconds=_above_zero("--idle", idle))
         settings = Settings(
             graphs=tuple(graphs),
             trust=tuple(asked.trust_package or ()),
@@ -107,9 +116,16 @@ def serve(
             keys=owners,
             queue_seconds=parse_seconds(queue),
             drain_seconds=parse_seconds(drain),
+            connections=connections,
             cluster=devices,
         )
         run(settings, host, port, say)
+
+
+def _above_zero(option: str, text: str) -> float:
+    if (seconds := parse_seconds(text, name=option)) <= 0:
+        raise InputError(f"{option} {text}: every request would be too late; type a time above 0, such as 5s")
+    return seconds
 
 
 def _is_loopback(host: str) -> bool:

@@ -27,6 +27,11 @@ class Refused(Exception):
         self.status, self.message, self.code, self.param = status, message, code, param
         self.retry_seconds, self.more = retry_seconds, dict(more or {})
 
+    @classmethod
+    def stopping(cls) -> Refused:
+        """The refusal of a server that ends."""
+        return cls(503, "the server is stopping", "stopping", retry_seconds=10)
+
     @property
     def body(self) -> dict[str, Any]:
         """The JSON body."""

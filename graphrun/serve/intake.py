@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import Request
+from fastapi.responses import JSONResponse
 from starlette.datastructures import UploadFile
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,7 +26,11 @@ T = TypeVar("T")
 
 
 class Bounded:
-    """ASGI middleware that bounds the body of a request, in bytes and in seconds."""
+    """ASGI middleware that bounds the body of a request, in bytes and in seconds.
+
+    An answer that comes before the end of the body is the last one of its connection. As much of the body is read after
+    it as a body may have, so that a client that sends on gets the answer and not a reset (RFC 9112, 9.6).
+    """
 
     def __init__(self, app: ASGIApp, bounds: Bounds) -> None:
         self._app, self._bounds = app, bounds
@@ -33,29 +39,75 @@ class Bounded:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        body = _Body(scope, receive, self._bounds)
+        started = early = False
+
+        async def answer(message: Message) -> None:
+            nonlocal started, early
+            started = True
+            if message["type"] == "http.response.start" and not body.ended:
+                early = True
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            elif early and not message.get("more_body", False):
+                await send({**message, "more_body": True})
+                await body.discard()
+                message = {"type": "http.response.body"}
+            await send(message)
+
+        try:
+            await self._app(scope, body.receive, answer)
+        except asyncio.CancelledError:  # by uvicorn, which ends; it would log a traceback and answer 500
+            if not started:
+                error = Refused.stopping()
+                await JSONResponse(error.body, error.status, headers=error.headers)(scope, receive, send)
+
+
+class _Body:
+    """The body of one request, as it comes. ``ended``: whether all of it has come."""
+
+    def __init__(self, scope: Scope, receive: Receive, bounds: Bounds) -> None:
         headers = dict(scope["headers"])
+        self._length, self._got = int(headers.get(b"content-length", b"0")), 0
         form = headers.get(b"content-type", b"").lower().startswith(b"multipart/form-data")
-        most, got, ended = self._bounds.upload_bytes if form else self._bounds.body_bytes, 0, False
-        deadline = asyncio.get_running_loop().time() + self._bounds.body_seconds
+        self._most = bounds.upload_bytes if form else bounds.body_bytes
+        self._receive, self._bounds = receive, bounds
+        self._deadline = asyncio.get_running_loop().time() + bounds.body_seconds
+        self.ended = self._length == 0 and b"transfer-encoding" not in headers
 
-        async def bounded() -> Message:
-            nonlocal got, ended
-            if ended:
-                return await receive()
-            try:
-                async with asyncio.timeout_at(deadline):
-                    message = await receive()
-            except TimeoutError:
-                raise Refused(408, f"the body did not come within {self._bounds.body_seconds:.0f} s", "timeout") from None
-            if message["type"] == "http.disconnect":
-                raise Refused(499, "the client has left", "client_left")  # nobody reads it
-            got += len(message.get("body", b""))
-            ended = not message.get("more_body", False)
-            if got > most or int(headers.get(b"content-length", b"0")) > most:
-                raise Refused(413, f"the body has more than {most:,} bytes", "too_large")
-            return message
+    async def receive(self) -> Message:
+        """The next message. Raises Refused where the body is too large or too slow, or its client has left."""
+        if self.ended:
+            return await self._receive()
+        self._refuse_large(self._length)
+        message = await self._part()
+        self._got += len(message.get("body", b""))
+        self._refuse_large(self._got)
+        return message
 
-        await self._app(scope, bounded, send)
+    async def discard(self) -> None:
+        """Reads on, as many bytes as a body may have."""
+        left = self._most
+        with contextlib.suppress(Refused):
+            while not self.ended and left > 0:
+                left -= len((await self._part()).get("body", b""))
+
+    async def _part(self) -> Message:
+        now, idle = asyncio.get_running_loop().time(), self._bounds.idle_seconds
+        try:
+            async with asyncio.timeout_at(min(self._deadline, now + idle)):
+                message = await self._receive()
+        except TimeoutError:
+            late = f"the body did not come within {self._bounds.body_seconds:g} s"
+            text = late if now + idle >= self._deadline else f"nothing came for {idle:g} s, and the body has not ended"
+            raise Refused(408, text, "timeout") from None
+        if message["type"] == "http.disconnect":
+            raise Refused(499, "the client has left", "client_left")  # nobody reads it
+        self.ended = not message.get("more_body", False)
+        return message
+
+    def _refuse_large(self, nbytes: int) -> None:
+        if nbytes > self._most:
+            raise Refused(413, f"the body has more than {self._most:,} bytes", "too_large")
 
 
 def owner_in(request: Request, keys: Mapping[str, str]) -> str:

@@ -28,6 +28,7 @@ class Metrics:
         self.plans = counter("plans", "Shapes of requests that were planned", "result")
         self.restarts = counter("worker_restarts", "Times that the worker process died and was started again")
         self.worker = gauge("worker_pid", "Process id of the worker")
+        self.planning = gauge("planning_requests", "Requests that wait for a plan")
         self.waiting = gauge("waiting_requests", "Requests in the queue")
         self.running = gauge("running_requests", "Requests that the worker runs")
         self.waiting_seconds = gauge("waiting_seconds", "Predicted seconds until the queue is empty")

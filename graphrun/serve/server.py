@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
+import socket
 from collections.abc import Callable, Generator
-from typing import Any
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from graphrun.errors import InputError
 from graphrun.serve.app import create_app
+from graphrun.serve.connections import protocol_within
 from graphrun.serve.log import escape_log
 from graphrun.serve.service import Service
 from graphrun.serve.settings import Settings
-
-CONNECTIONS = 512  # at once; more are answered with 503
 
 
 def serve(settings: Settings, host: str, port: int, say: Callable[[str], None]) -> None:
@@ -29,24 +27,8 @@ def serve(settings: Settings, host: str, port: int, say: Callable[[str], None]) 
 
 async def _serve(settings: Settings, host: str, port: int, say: Callable[[str], None]) -> None:
     service = Service(settings)
-    config = uvicorn.Config(
-        create_app(service),
-        host=host,
-        port=port,
-        http=_protocol(settings.bounds.body_seconds),
-        ws="none",
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        limit_concurrency=CONNECTIONS,
-        timeout_graceful_shutdown=5,
-    )
-    try:
-        sockets = [config.bind_socket()]
-    except SystemExit:  # uvicorn has logged the reason
-        raise InputError(f"--port {port}: the port cannot be opened on {host}: choose another") from None
-    server, signals = _Server(config), asyncio.Event()
+    server, listener = http_server(service, host, port)
+    signals = asyncio.Event()
     loop = asyncio.get_running_loop()
     seen = 0
 
@@ -61,8 +43,8 @@ async def _serve(settings: Settings, host: str, port: int, say: Callable[[str], 
         with contextlib.suppress(NotImplementedError):  # Windows
             loop.add_signal_handler(number, stop)
     service.start()
-    running = asyncio.ensure_future(server.serve(sockets))
-    port = sockets[0].getsockname()[1]
+    running = asyncio.ensure_future(server.serve([listener]))
+    port = listener.getsockname()[1]
     say(f"serving {', '.join(service.graphs)} on http://{f'[{host}]' if ':' in host else host}:{port}")
     try:
         await asyncio.wait({running, asyncio.ensure_future(signals.wait())}, return_when=asyncio.FIRST_COMPLETED)
@@ -77,44 +59,30 @@ async def _serve(settings: Settings, host: str, port: int, say: Callable[[str], 
         service.close()
 
 
+def http_server(service: Service, host: str, port: int) -> tuple[uvicorn.Server, socket.socket]:
+    """The HTTP side of ``service``, and its open port. Raises InputError where the port cannot be opened."""
+    config = uvicorn.Config(
+        create_app(service),
+        host=host,
+        port=port,
+        http=protocol_within(service.settings),
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=math.ceil(service.settings.bounds.idle_seconds),
+        timeout_graceful_shutdown=5,
+    )
+    try:
+        return _Server(config), config.bind_socket()
+    except SystemExit:  # uvicorn has logged the reason
+        raise InputError(f"--port {port}: the port cannot be opened on {host}: choose another") from None
+
+
 class _Server(uvicorn.Server):
     """uvicorn's own handlers would close the port at once; here it answers 503 while requests are drained."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
-
-
-def _protocol(seconds: float) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP/1.1, with the time for a request's headers bounded: it waits for them without end."""
-
-    class Protocol(H11Protocol):
-        _late: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._watch()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            self._watch()
-
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            self._watch()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            super().connection_lost(exc)
-            if self._late is not None:
-                self._late.cancel()
-
-        def _watch(self) -> None:
-            """Starts the timer where headers are awaited, and stops it where they are there."""
-            waits = self.conn.their_state is h11.IDLE
-            if not waits and self._late is not None:
-                self._late.cancel()
-                self._late = None
-            elif waits and self._late is None:
-                self._late = self.loop.call_later(seconds, self.transport.close)
-
-    return Protocol

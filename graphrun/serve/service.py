@@ -8,9 +8,11 @@ Where several runs of a shape wait, the planner is asked whether they take less 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import time
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,8 @@ class Service:
         self._planner: Child | None = None
         self._looking: tuple[Shape, float] | None = None  # what the planner is asked whether it goes together
         self._ready, self._closed, self._deaths = False, False, 0
+        self._unplanned = 0  # requests that wait for a plan
+        self._stopped = asyncio.get_running_loop().create_future()  # done when all requests are cancelled
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -115,11 +119,13 @@ class Service:
             self.cancel_all()
 
     def cancel_all(self) -> None:
-        """Cancels all requests: those that wait at once, the running one at the end of its step."""
+        """Cancels all requests: those that wait at once, for a plan too, the running one at the end of its step."""
+        if not self._stopped.done():
+            self._stopped.set_result(None)
         for entry in list(self.line.entries):
-            self.cancel(entry.item, self._stopping())
+            self.cancel(entry.item, Refused.stopping())
         for entry in list(self._running.entries) if self._running is not None else ():
-            self.cancel(entry.item, self._stopping())
+            self.cancel(entry.item, Refused.stopping())
 
     async def idle(self) -> None:
         """Waits until no request is left."""
@@ -131,9 +137,6 @@ class Service:
         for child in (self._worker, self._planner):
             if child is not None:
                 child.stop()
-
-    def _stopping(self) -> Refused:
-        return Refused(503, "the server is stopping", "stopping", retry_seconds=10)
 
     # -- planning
 
@@ -209,16 +212,50 @@ class Service:
 
     async def submit(self, asked: Asked, owner: str, folder: Path, *, preview: bool = False) -> Job:
         """Admits a request. Raises Refused: 422 where no plan fits, 429 where the queue is too long, 503 while the server stops."""
-        self._refuse_stopping()
+        self._refuse_if(self.draining)
         job = Job(asked, owner, folder, preview)
-        planned = await asyncio.shield(self.shape(asked.shape, asked.runs[0]))
+        with self._at_work():
+            planned, share = await self._plan(asked)
+            return self._admit(job, planned, share)
+
+    async def _plan(self, asked: Asked) -> tuple[PlannedShape, float]:
+        """The plan for ``asked``, and the share of the budgets that it is within."""
+        planned = await self._unless_stopped(self.shape(asked.shape, asked.runs[0]))
         share = self.shares.get(asked.graph, WHOLE)
-        if share != WHOLE:
-            try:
-                planned = await asyncio.shield(self.shape(asked.shape, asked.runs[0], share))
-            except Refused:  # it fits all of the budgets
-                share = WHOLE
-        self._refuse_stopping()
+        if share == WHOLE:
+            return planned, share
+        try:
+            return await self._unless_stopped(self.shape(asked.shape, asked.runs[0], share)), share
+        except Refused:
+            self._refuse_if(self._stopped.done())
+            return planned, WHOLE  # it fits all of the budgets
+
+    async def _unless_stopped(self, plan: asyncio.Future[PlannedShape]) -> PlannedShape:
+        """``plan`` when it is made. Raises Refused where all requests are cancelled before."""
+        await asyncio.wait({plan, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
+        self._refuse_if(self._stopped.done())
+        return plan.result()
+
+    def _refuse_if(self, stops: bool) -> None:
+        if stops:
+            raise Refused.stopping() from None
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """A request that waits for its plan is work in progress, as those in the queue are."""
+        self._unplanned += 1
+        self.metrics.planning.set(self._unplanned)
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._unplanned -= 1
+            self.metrics.planning.set(self._unplanned)
+            self._idle_now()
+
+    def _admit(self, job: Job, planned: PlannedShape, share: float) -> Job:
+        """Puts ``job`` in the queue. Raises Refused (429) where that is too long."""
+        asked = job.asked
         job.planned = time.monotonic() - job.submitted
         if job.planned > 0.05:  # it was not there
             self._plan_seconds += 0.2 * (job.planned - self._plan_seconds)
@@ -234,7 +271,6 @@ class Service:
             raise Refused(429, text, "queue_full", retry_seconds=wait - self.settings.queue_seconds)
         self.line.add(entry, self._clock, begin)
         job.admitted_at, job.promised_at, job.seconds = self._clock, entry.start, entry.end - entry.start
-        self._idle.clear()
         self._plan_together(entry)
         self._next()
         return job
@@ -272,10 +308,6 @@ class Service:
         else:
             self.line.remove(job)
             self._end(job, "cancelled")
-
-    def _refuse_stopping(self) -> None:
-        if self.draining:
-            raise self._stopping()
 
     def _left_seconds(self) -> float:
         """Predicted seconds, on the device's clock, until what runs now has ended."""
@@ -480,7 +512,7 @@ class Service:
         self._idle_now()
 
     def _idle_now(self) -> None:
-        if self._running is None and not self.line.entries:
+        if self._running is None and not self.line.entries and not self._unplanned:
             self._idle.set()
 
     def _worker_died(self) -> None:

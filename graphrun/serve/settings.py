@@ -24,6 +24,7 @@ class Bounds:
     steps: int = 100
     pictures: int = 4
     body_seconds: float = 20.0  # for headers, and again for the body
+    idle_seconds: float = 5.0  # without a byte of a body, without a request, or without a byte of an answer read
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Settings:
     ``cluster``: it has the devices and their budgets then; ``hardware`` is empty, and ``budgets`` has the others.
     ``folder``: for journals, uploads and pictures. ``limits``: those of `graphrun.limits` that the processes take over. ``keys``:
     hashes of API keys by name; empty: none is asked for. ``queue_seconds``: the longest predicted wait of a request that is
-    admitted. ``drain_seconds``: of requests after SIGTERM.
+    admitted. ``drain_seconds``: of requests after SIGTERM. ``connections``: open at once.
     """
 
     graphs: tuple[Path, ...]
@@ -48,4 +49,5 @@ class Settings:
     keys: Mapping[str, str] = field(default_factory=dict)
     queue_seconds: float = 300.0
     drain_seconds: float = 30.0
+    connections: int = 512
     cluster: Cluster | None = None

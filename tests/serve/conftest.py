@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -102,6 +105,61 @@ def serving(
             for each in [*psutil.Process(process.pid).children(recursive=True), process]:
                 each.kill()
         process.wait()
+
+
+@dataclass
+class Port:
+    """A port in this process. ``service`` has no worker, and a planner that never answers: what needs a plan waits."""
+
+    number: int
+    service: Any
+    server: Any
+
+    @property
+    def connections(self) -> set[Any]:
+        """Those that are open."""
+        return set(self.server.server_state.connections)
+
+
+@contextlib.asynccontextmanager
+async def port_of(
+    folder: Path,
+    host: str = "127.0.0.1",
+    *,
+    buffer_bytes: int | None = None,
+    bounds: Mapping[str, float] | None = None,
+    **changed: Any,
+) -> AsyncIterator[Port]:
+    """A port whose deadlines are an hour off but for ``bounds``. ``changed``: of its settings. Everything ends after 10 s."""
+    from graphrun.serve.server import http_server
+    from graphrun.serve.service import Service
+    from graphrun.serve.settings import Bounds, Settings
+
+    own: dict[str, Any] = {"body_seconds": 3600.0, "idle_seconds": 3600.0, **(bounds or {})}
+    keys = {"tester": hashlib.sha256(b"a key").hexdigest()}
+    settings = Settings((Path("flux-tiny"),), (), {}, (), folder, "none", folder, {}, "1", Bounds(**own), keys)
+    service: Any = Service(replace(settings, **changed))
+    service._planner = SimpleNamespace(send=lambda *_, **__: None)
+    server, listener = http_server(service, host, 0)
+    if buffer_bytes is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
+    running = asyncio.ensure_future(server.serve([listener]))
+    try:
+        async with asyncio.timeout(10):
+            while not server.started:
+                await asyncio.sleep(0.01)
+            yield Port(listener.getsockname()[1], service, server)
+    finally:
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
+        server.should_exit = True
+        await running
+
+
+@pytest.fixture(name="port_of")
+def port_of_fixture() -> Any:
+    """`port_of`, for tests that cannot import this file."""
+    return port_of
 
 
 @pytest.fixture(scope="session")
