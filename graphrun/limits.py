@@ -15,6 +15,7 @@ class Limits:
     """Each limit, and why it is what it is. Units are in the names; what has no unit is counted."""
 
     text_bytes: int = 2**24  # of a JSON file: plans take 0.1 MB, traces a few; parsed JSON takes up to 25 times its text
+    yaml_bytes: int = 2**20  # of a graph or a cluster file: the largest reference graph has 4 KB; PyYAML takes a second per MiB
     prompts_bytes: int = 2**26  # of a file of requests: 100,000 long prompts
     requests: int = 100_000  # of one batch: a month at 25 s each
     nesting: int = 100  # of JSON and YAML: the deepest configurations of transformers have 6; Python's own limit is 1000 frames
