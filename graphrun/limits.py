@@ -25,6 +25,7 @@ class Limits:
     stages: int = 16  # of a graph: reference graphs have 3 to 6; orders of stages are searched, and their number is exponential
     calls: int = 100_000  # of components in a dry run: Pyramid-Flow and Wan make 10,000
     steps: int = 1_000  # of a denoising loop: diffusers' schedulers have 1,000 training timesteps
+    timesteps: int = 2**20  # an integer in a scheduler's configuration: diffusers allocates that many numbers; 1,000 is usual
     pixels: int = 2**25  # of an image, made or read: 8K UHD has 33.2 million
     film_pixels: int = 2**28  # of all frames of a video together: 257 frames of 1216 x 704, 0.8 GB in RAM
     samples: int = 2**26  # of audio, all channels together: 12 minutes of stereo at 44.1 kHz; numbers of a tensor input

@@ -105,7 +105,8 @@ class _Loader(yaml.SafeLoader):
         if self._depth > LIMITS.nesting:
             raise yaml.composer.ComposerError(None, None, f"nested more than {LIMITS.nesting} deep", event.start_mark)
         if getattr(event, "tag", None) not in (None, "!"):
-            raise yaml.composer.ComposerError(None, None, f"the tag {event.tag[:100]!r} is not read: leave it out", event.start_mark)
+            text = f"the tag {event.tag[:100]!r} is not read: leave it out"
+            raise yaml.composer.ComposerError(None, None, text, event.start_mark)
         where = f"{self._path}:{event.start_mark.line + 1}"
         require("nodes", self._nodes, f"it has {self._nodes:,} entries or more", where, GraphError)
         node = super().compose_node(parent, index)

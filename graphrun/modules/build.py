@@ -288,18 +288,29 @@ def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
         elif part.has_config and part.file is None:
             if hasattr(kind, "from_config") and not _SAVED_KEYS & part.config.keys():
                 _check_keys(part.config, _parameters_of(kind), label, part.where)
+            if hasattr(kind, "from_config"):
+                _refuse_large(part.config, label, part.where)
             made = kind.from_config(part.config) if hasattr(kind, "from_config") else kind(**part.config)
         elif part.source is None or not hasattr(kind, "from_pretrained"):
             raise GraphError(f"{label}: {part.class_path} needs a config or a source", part.where)
         else:
             local = local_folder(part.source) if planning else None
             folder = local or find_folder(part.source, OF_PART, part.where)
-            # diffusers' schedulers run no remote code and do not take the argument
-            transformers_class = any(base.__module__.startswith("transformers.") for base in kind.__mro__)
             with _graph_errors(label, f"{part.class_path} from {folder}", part.where, part.source):
+                if hasattr(kind, "load_config"):
+                    _refuse_large(kind.load_config(folder, local_files_only=True), label, part.where)
+                # diffusers' schedulers run no remote code and do not take the argument
+                transformers_class = any(base.__module__.startswith("transformers.") for base in kind.__mro__)
                 made = kind.from_pretrained(folder, local_files_only=True, **(_NO_REMOTE_CODE if transformers_class else {}))
             file, said = folder, f"{folder}/tokenizer_config.json"
         return measured(made, label, said, part.where, file, longest=planning)
+
+
+def _refuse_large(config: Mapping[str, Any], label: str, where: str) -> None:
+    """Raise GraphError for an integer in a scheduler's ``config`` for which diffusers would allocate all memory."""
+    for key, number in config.items():
+        if isinstance(number, int):
+            require("timesteps", number, f"{label}.config: {key} is {number:,}", where, GraphError)
 
 
 def _tokenizer(part: Part, file: Path) -> Any:

@@ -16,12 +16,19 @@ import torch
 from safetensors.torch import save_file
 
 from graphrun.errors import GraphError
-from graphrun.graph.graph import Adapter, Component
+from graphrun.graph.graph import Adapter, Component, Graph, Part
+from graphrun.graph.loading import load
 from graphrun.modules.adapters import add_ip_adapters
+from graphrun.modules.build import build_part
 from graphrun.modules.contents import content_of, refuse_missing
 from graphrun.modules.gguf import gguf_tensors
 from graphrun.modules.lora import deltas_of
 from graphrun.modules.source_files import stored_tensors
+
+
+@pytest.fixture(scope="module")
+def flux() -> Graph:
+    return load(Path(__file__).parents[2] / "graphs/flux-tiny.yaml")
 
 
 def f32(begin: int, end: int, *shape: int) -> dict[str, Any]:
@@ -169,6 +176,17 @@ def test_weights_in_types_that_torch_cannot_compute_with(kind: str, bits: int, t
     part, layer = Component("p", "x.Layer", str(file), {}, True, "float32", ("float32",)), torch.nn.Linear(8, 4)
     with pytest.raises(GraphError, match=rf"components.p: {file} stores weight as float.*, which torch cannot compute with"):
         refuse_missing(content_of(part, layer, file, "float32"), layer.state_dict(), part)
+
+
+@pytest.mark.parametrize("in_folder", [False, True])
+@pytest.mark.parametrize("key", ["num_train_timesteps", "solver_order"])
+def test_a_scheduler_that_would_take_all_memory(key: str, in_folder: bool, tmp_path: Path, flux: Graph) -> None:
+    config = {"_class_name": "UniPCMultistepScheduler", key: 3 * 10**9}
+    (tmp_path / "scheduler_config.json").write_text(json.dumps(config))
+    source = {"source": str(tmp_path)} if in_folder else {"config": config, "has_config": True}
+    part = Part("scheduler", "diffusers.UniPCMultistepScheduler", **{"config": {}, **source}, where="g:9")
+    with pytest.raises(GraphError, match=rf"g:9: parts.scheduler.config: {key} is 3,000,000,000, .* --limit timesteps="):
+        build_part(part, flux)
 
 
 def test_loras_that_fit(tmp_path: Path) -> None:
