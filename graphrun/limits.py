@@ -15,6 +15,7 @@ class Limits:
     """Each limit, and why it is what it is. Units are in the names; what has no unit is counted."""
 
     text_bytes: int = 2**24  # of a JSON file: plans take 0.1 MB, traces a few; parsed JSON takes up to 25 times its text
+    yaml_bytes: int = 2**20  # of a graph or a cluster file: the largest reference graph has 4 KB; PyYAML takes a second per MiB
     prompts_bytes: int = 2**26  # of a file of requests: 100,000 long prompts
     requests: int = 100_000  # of one batch: a month at 25 s each
     nesting: int = 100  # of JSON and YAML: the deepest configurations of transformers have 6; Python's own limit is 1000 frames
@@ -24,6 +25,7 @@ class Limits:
     stages: int = 16  # of a graph: reference graphs have 3 to 6; orders of stages are searched, and their number is exponential
     calls: int = 100_000  # of components in a dry run: Pyramid-Flow and Wan make 10,000
     steps: int = 1_000  # of a denoising loop: diffusers' schedulers have 1,000 training timesteps
+    timesteps: int = 2**20  # an integer in a scheduler's configuration: diffusers allocates that many numbers; 1,000 is usual
     pixels: int = 2**25  # of an image, made or read: 8K UHD has 33.2 million
     film_pixels: int = 2**28  # of all frames of a video together: 257 frames of 1216 x 704, 0.8 GB in RAM
     samples: int = 2**26  # of audio, all channels together: 12 minutes of stereo at 44.1 kHz; numbers of a tensor input

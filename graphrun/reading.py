@@ -11,6 +11,8 @@ import json
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -56,10 +58,10 @@ def read_bytes(path: Path, kind: Kind = InputError, limit: str = "text_bytes") -
     return data
 
 
-def read_text(path: Path, kind: Kind = InputError) -> str:
-    """The UTF-8 text in ``path``."""
+def read_text(path: Path, kind: Kind = InputError, limit: str = "text_bytes") -> str:
+    """The UTF-8 text in ``path``, as long as the limit ``limit`` allows."""
     try:
-        return read_bytes(path, kind).decode("utf-8")
+        return read_bytes(path, kind, limit).decode("utf-8")
     except UnicodeDecodeError as error:
         raise kind(f"not a text file: byte {error.start} is not UTF-8", str(path)) from None
 
@@ -111,6 +113,21 @@ def _integer(text: str) -> int:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number")
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Raise RuntimeError in place of the panic of a Rust library (tokenizers, safetensors).
+
+    A panic reaches Python as a BaseException that is no Exception, as KeyboardInterrupt is.
+    """
+    try:
+        yield
+    except BaseException as error:
+        kind = type(error)
+        if (kind.__module__, kind.__name__) != ("pyo3_runtime", "PanicException"):
+            raise
+        raise RuntimeError(f"a Rust library panics (and reports that to stderr): {error}") from None
 
 
 def refuse_surrogates(text: str) -> None:

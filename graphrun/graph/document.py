@@ -17,6 +17,8 @@ from graphrun.errors import GraphError
 from graphrun.limits import LIMITS, require
 
 Location = Sequence[str | int]
+_KEY_CHARACTERS = 1024  # as YAML 1.2 limits keys without a question mark (section 7.4)
+_TEXT_CHARACTERS = 500  # at each end of a problem, which may repeat a long value of the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class Document:
         Raises GraphError at the limit of problems.
         """
         line, entry = self._line(line_of or location), ".".join(map(str, location))
+        if len(text) > 2 * _TEXT_CHARACTERS:
+            text = f"{text[:_TEXT_CHARACTERS]} ... {text[-_TEXT_CHARACTERS:]}"
         self.problems.setdefault(": ".join([f"{self.path}:{line}", *filter(None, [entry]), text]), line)
         if len(self.problems) == LIMITS.problems:
             self.raise_if_any()
@@ -67,7 +71,7 @@ class Document:
 
 def read_document(path: Path) -> Document:
     """The YAML document in ``path``. Raises GraphError when it cannot be read, is no YAML, or repeats a key."""
-    text = reading.read_text(path, GraphError)
+    text = reading.read_text(path, GraphError, "yaml_bytes")
     try:
         loader = _Loader(path, text)
         root = loader.get_single_node()
@@ -81,7 +85,7 @@ def read_document(path: Path) -> Document:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise GraphError(f"not YAML: {error.problem or error.context}", where) from None
+        raise GraphError(f"not YAML: {str(error.problem or error.context)[:200]}", where) from None
     except yaml.reader.ReaderError as error:
         raise GraphError(f"not YAML: {error.reason} at character {error.position}", str(path)) from None
     except ValueError as error:  # such as the date 2024-13-45
@@ -101,7 +105,8 @@ class _Loader(yaml.SafeLoader):
         if self._depth > LIMITS.nesting:
             raise yaml.composer.ComposerError(None, None, f"nested more than {LIMITS.nesting} deep", event.start_mark)
         if getattr(event, "tag", None) not in (None, "!"):
-            raise yaml.composer.ComposerError(None, None, f"the tag {event.tag!r} is not read: leave it out", event.start_mark)
+            text = f"the tag {event.tag[:100]!r} is not read: leave it out"
+            raise yaml.composer.ComposerError(None, None, text, event.start_mark)
         where = f"{self._path}:{event.start_mark.line + 1}"
         require("nodes", self._nodes, f"it has {self._nodes:,} entries or more", where, GraphError)
         node = super().compose_node(parent, index)
@@ -137,6 +142,8 @@ def _check(path: Path, node: yaml.Node, counted: dict[int, int], above: tuple[in
         children: list[yaml.Node] = list(node.value) if isinstance(node, yaml.SequenceNode) else []
         keys: set[str] = set()
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            if len(key.value) > _KEY_CHARACTERS and isinstance(key, yaml.ScalarNode):
+                raise GraphError(f"a key has {len(key.value):,} characters", f"{path}:{key.start_mark.line + 1}")
             if isinstance(key, yaml.ScalarNode) and key.value in keys and key.value != "<<":
                 repeated.append(f"{path}:{key.start_mark.line + 1}: key {key.value!r} is given twice")
             keys.add(str(key.value))

@@ -9,6 +9,7 @@ module only the header of a file is read.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 from graphrun.graph.graph import Component
 from graphrun.modules.classes import refusal
+from graphrun.modules.source_files import refuse_uncomputable
 
 
 def add_ip_adapters(component: Component, module: Any) -> Any:
@@ -36,15 +38,16 @@ def add_ip_adapters(component: Component, module: Any) -> Any:
     return module
 
 
-def adapter_tensors(component: Component, module: Any) -> dict[str, torch.Tensor]:
+def adapter_tensors(component: Component, module: Any, *, meta: bool = False) -> dict[str, torch.Tensor]:
     """The tensors of ``component``'s IP-Adapters, on the CPU in the component's dtype, by their names in ``module``.
 
-    ``module`` is one that `add_ip_adapters` returned. Empty where the component has no IP-Adapters. Raises GraphError for a file
-    that cannot be read or does not fit.
+    ``module`` is one that `add_ip_adapters` returned. ``meta``: without numbers, on the meta device. Empty where the component has
+    no IP-Adapters. Raises GraphError for a file that cannot be read or does not fit.
     """
     if not component.ip_adapters:
         return {}
-    attention, layers = _converted(component, module, meta=False)
+    with torch.device("meta") if meta else nullcontext():
+        attention, layers = _converted(component, module, meta=meta)
     named: dict[str, nn.Module] = {name: part for name, part in attention.items() if isinstance(part, nn.Module)}
     named |= {f"encoder_hid_proj.image_projection_layers.{number}": layer for number, layer in enumerate(layers)}
     found = {f"{name}.{key}": tensor for name, part in named.items() for key, tensor in part.state_dict().items()}
@@ -61,18 +64,19 @@ def _converted(component: Component, module: Any, *, meta: bool) -> tuple[dict[s
 
     if not hasattr(module, "_convert_ip_adapter_attn_to_diffusers"):
         raise refusal(component, f"{component.class_path} does not support IP-Adapters", ".ip_adapters")
-    states = []
+    states, parts = [], ("image_proj.", "ip_adapter.")
     for adapter in component.ip_adapters:
         try:
             with safe_open(adapter.file, framework="pt") as opened:
+                named = [key for key in opened.keys() if key.startswith(parts)]  # noqa: SIM118
+                refuse_uncomputable({key: opened.get_slice(key).get_dtype() for key in named})
                 tensors = {
                     key: torch.empty(opened.get_slice(key).get_shape(), device="meta") if meta else opened.get_tensor(key)
-                    for key in opened.keys()  # noqa: SIM118
+                    for key in named
                 }
         except Exception as error:  # noqa: BLE001  (safetensors raises various exception classes)
             raise refusal(component, f"{adapter.file} cannot be read: {error}", ".ip_adapters") from error
-        parts = ("image_proj", "ip_adapter")
-        states.append({part: {k[len(part) + 1 :]: t for k, t in tensors.items() if k.startswith(f"{part}.")} for part in parts})
+        states.append({part[:-1]: {k.removeprefix(part): t for k, t in tensors.items() if k.startswith(part)} for part in parts})
     try:
         attention = module._convert_ip_adapter_attn_to_diffusers(states, low_cpu_mem_usage=False)
         layers = [module._convert_ip_adapter_image_proj_to_diffusers(s["image_proj"], low_cpu_mem_usage=False) for s in states]

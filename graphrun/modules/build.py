@@ -52,6 +52,7 @@ from graphrun.modules.source_files import OF_COMPONENT, OF_PART, config_file, fi
 from graphrun.modules.sources import FileSource, LoadedSource, RandomSource, Source, Writer
 from graphrun.modules.stored import local_weights
 from graphrun.modules.texts import measured
+from graphrun.reading import panics_as_errors
 
 # Functions that initialize parameters, by name, because transformers replaces those of `torch.nn.init` by its own. On meta, torch
 # runs Python reference implementations of them, which take a third of a meta module's time.
@@ -192,10 +193,13 @@ def held_meta_module(component: Component, trust: Sequence[str], precision: str)
     without any).
 
     Its tensors have exactly the shapes and dtypes of those that `draft` returns. Raises GraphError for files that are broken or
-    belong to another model.
+    belong to another model, and for one file that lacks a tensor.
     """
     module, place = meta_module(component, trust), local_weights(component, precision)
     content = content_of(component, module, place, precision) if place is not None else Content(Path(), {})
+    if place is not None and place.is_file():  # the files of a folder may have other names, which the library's loader knows
+        adapters = adapter_tensors(component, module, meta=True)
+        refuse_missing(content, module.state_dict().keys() - adapters.keys(), component)
     replace_layers(module, precision, getattr(torch, component.dtype), content)
     return module, content
 
@@ -277,23 +281,36 @@ def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
     GraphError at the part's line.
     """
     kind, label, said = resolve_class(part.class_path, graph.trust, part.where, "part"), f"parts.{part.name}", part.where
+    file = part.file or Path(said)
     with _graph_errors(label, part.class_path, part.where, part.source):
         if part.file is not None and (planning or part.source is None):
             made = _tokenizer(part, part.file)
         elif part.has_config and part.file is None:
             if hasattr(kind, "from_config") and not _SAVED_KEYS & part.config.keys():
                 _check_keys(part.config, _parameters_of(kind), label, part.where)
+            if hasattr(kind, "from_config"):
+                _refuse_large(part.config, label, part.where)
             made = kind.from_config(part.config) if hasattr(kind, "from_config") else kind(**part.config)
         elif part.source is None or not hasattr(kind, "from_pretrained"):
             raise GraphError(f"{label}: {part.class_path} needs a config or a source", part.where)
         else:
             local = local_folder(part.source) if planning else None
             folder = local or find_folder(part.source, OF_PART, part.where)
-            # diffusers' schedulers run no remote code and do not take the argument
-            transformers_class = any(base.__module__.startswith("transformers.") for base in kind.__mro__)
-            made = kind.from_pretrained(folder, local_files_only=True, **(_NO_REMOTE_CODE if transformers_class else {}))
-            said = f"{folder}/tokenizer_config.json"
-        return measured(made, label, said, part.where, longest=planning)
+            with _graph_errors(label, f"{part.class_path} from {folder}", part.where, part.source):
+                if hasattr(kind, "load_config"):
+                    _refuse_large(kind.load_config(folder, local_files_only=True), label, part.where)
+                # diffusers' schedulers run no remote code and do not take the argument
+                transformers_class = any(base.__module__.startswith("transformers.") for base in kind.__mro__)
+                made = kind.from_pretrained(folder, local_files_only=True, **(_NO_REMOTE_CODE if transformers_class else {}))
+            file, said = folder, f"{folder}/tokenizer_config.json"
+        return measured(made, label, said, part.where, file, longest=planning)
+
+
+def _refuse_large(config: Mapping[str, Any], label: str, where: str) -> None:
+    """Raise GraphError for an integer in a scheduler's ``config`` for which diffusers would allocate all memory."""
+    for key, number in config.items():
+        if isinstance(number, int):
+            require("timesteps", number, f"{label}.config: {key} is {number:,}", where, GraphError)
 
 
 def _tokenizer(part: Part, file: Path) -> Any:
@@ -414,7 +431,7 @@ def _bounded_modules(label: str, where: str) -> Iterator[None]:
 def _graph_errors(label: str, class_path: str, where: str, source: str | None = None) -> Iterator[None]:
     """Turns every exception of a library's constructor or loader into a GraphError at ``where``."""
     try:
-        with no_code_prompt(), _bounded_modules(f"{label}: {class_path}", where):
+        with no_code_prompt(), _bounded_modules(f"{label}: {class_path}", where), panics_as_errors():
             yield
     except GraphrunError:
         raise

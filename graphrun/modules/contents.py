@@ -78,7 +78,9 @@ def content_of(component: Component, module: nn.Module, place: Path, precision: 
     Raises GraphError for a broken file, one of another model, or a tensor of another shape. Missing tensors are not an error here.
     """
     stored = tensors_in(place, component, precision)
-    by_name = {tensor.name: tensor for tensor in stored if hasattr(torch, tensor.dtype)}
+    if (odd := next((tensor for tensor in stored if not hasattr(torch, tensor.dtype)), None)) is not None:
+        raise refusal(component, f"{place} stores {odd.name} as {odd.dtype}, which torch cannot compute with")
+    by_name = {tensor.name: tensor for tensor in stored}
     scaled = _scales(by_name, place, component)
     symbols = SymbolicTensors({name: tensor for name, tensor in by_name.items() if not name.endswith(_IGNORED_SUFFIXES)})
     tensors = {name: tensor for name, tensor in symbols.tensors.items() if name not in scaled.values()}

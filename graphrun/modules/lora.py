@@ -19,6 +19,7 @@ from torch import nn
 
 from graphrun.graph.graph import Adapter, Component
 from graphrun.modules.classes import refusal
+from graphrun.modules.source_files import refuse_uncomputable
 from graphrun.reading import parse_json
 
 _SUFFIXES = {".lora_A.weight": "down", ".lora_B.weight": "up", ".lora.down.weight": "down", ".lora.up.weight": "up"}
@@ -101,9 +102,7 @@ def _contents(component: Component, lora: Adapter) -> tuple[dict[str, tuple[int,
     try:
         with safe_open(lora.file, framework="pt") as opened:
             slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
-            factors = {key: slices[key].get_dtype() for key in slices if key.endswith(tuple(_SUFFIXES))}
-            if odd := [f"{key} is {dtype}" for key, dtype in factors.items() if "F" not in dtype]:
-                raise ValueError(f"{odd[0]}, and factors are floating-point numbers")
+            refuse_uncomputable({key: slices[key].get_dtype() for key in slices if key.endswith(tuple(_SUFFIXES))})
             sizes = {key: tuple(each.get_shape()) for key, each in slices.items()}
             alphas = {key: opened.get_tensor(key).double().item() for key in sizes if key.endswith(".alpha")}
             settings = parse_json((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,7 @@ _DTYPES = {
     **{"F6_E2M3": (6, "float6_e2m3fn"), "F6_E3M2": (6, "float6_e3m2fn")},
     **{"F8_E4M3": (8, "float8_e4m3fn"), "F8_E5M2": (8, "float8_e5m2"), "F8_E8M0": (8, "float8_e8m0fnu"), "F4": (4, "float4")},
 }
+_COMPUTABLE = re.compile(r"B?F(16|32|64)|F8_\w+")
 _INDEX, _WEIGHTS = "*.safetensors.index*.json", "*.safetensors"
 WEIGHT_FILES = (".safetensors", ".gguf")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
@@ -265,6 +266,15 @@ def refuse_overflow(shape: Sequence[int]) -> None:
     """Raises ValueError where torch cannot hold ``shape``, whose strides must fit 64 bits even where it has no elements."""
     if math.prod(max(1, n) for n in shape) >= 2**63:
         raise ValueError(f"a tensor of shape {list(shape)}")
+
+
+def refuse_uncomputable(kinds: Mapping[str, str]) -> None:
+    """Raise ValueError for a tensor of a safetensors type that torch cannot cast to another floating-point type.
+
+    ``kinds``: name of a tensor -> its type, such as ``BF16``.
+    """
+    if odd := [f"{name} is {kind}" for name, kind in kinds.items() if not _COMPUTABLE.fullmatch(kind)]:
+        raise ValueError(f"{odd[0]}, and torch needs floating-point numbers of 8 bits or more")
 
 
 def broken(file: Path, what: str, where: str) -> GraphError:

@@ -33,6 +33,7 @@ from graphrun.ops.outlines import materialized, outlined
 from graphrun.ops.pipeline import assemble
 from graphrun.ops.stage_options import apply_option
 from graphrun.ops.steps import Journal, Steps
+from graphrun.reading import panics_as_errors
 
 OPS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "encode_prompt": encode_prompt,
@@ -205,7 +206,8 @@ def _typed_errors(stage: Stage, runs: str, inputs: str, own: Callable[..., Any] 
     the file of the function ``own``, where there is one.
     """
     try:
-        yield
+        with panics_as_errors():
+            yield
     except GraphrunError:
         raise
     except Exception as error:

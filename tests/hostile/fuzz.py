@@ -3,6 +3,7 @@
     graphs    reference graphs with entries or bytes changed        load; one in 50 of those that load: estimate
     plans     problem or actions changed, the digest made anew      check; those that pass run: the right picture
     weights   headers of safetensors files        loras   factors, alphas, metadata         gguf   keys and tensors
+    tokenizers   all but the vocabulary; build, encode      schedulers, components   configurations; build, on meta
     prompts   JSON lines and CSV
 
 An untyped error, 20 seconds of the processor or 1 GiB more than before are failures.
@@ -22,6 +23,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,6 +35,7 @@ from graphrun.errors import BrokenPlan, GraphrunError
 from graphrun.units import GIB
 
 SECONDS = 20
+os.environ["RUST_BACKTRACE"] = "0"  # a panic of a tokenizer is one of the outcomes
 GRAPHS = Path(__file__).parents[2] / "graphs"
 BASES = ("flux-tiny", "sdxl-tiny", "sdxl-inpaint-tiny", "wan-tiny", "hidream-tiny", "sd3-tiny")
 SMALL = {"height": 64, "width": 64, "steps": 1, "max_sequence_length": 16}  # of plans that are run
@@ -284,6 +287,61 @@ def read_gguf(data: bytes) -> str:
 
 
 @st.composite
+def tokenizers(draw: st.DrawFn) -> Any:
+    """Mutants of the byte tokenizer with each kind of normalizer, over its own vocabulary or a mutant of three pieces."""
+    whole = json.loads((GRAPHS / "tokenizers/bytes.json").read_text())
+    pattern = {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}
+    bert = {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "strip_accents": None, "lowercase": True}
+    charsmap = {"type": "Precompiled", "precompiled_charsmap": "BAAAAAAAAABhYgA="}
+    prefix = {"type": "Prepend", "prepend": "_"}
+    parts = draw(st.lists(st.sampled_from([pattern, prefix, bert, charsmap]), max_size=2))
+    unigram = {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0], ["b", -1.0]], "byte_fallback": False}
+    model = draw(st.one_of(st.just(whole.pop("model")), changed(unigram)))
+    return {**draw(changed({**whole, "normalizer": {"type": "Sequence", "normalizers": parts}})), "model": model}
+
+
+def read_tokenizer(data: Any) -> str:
+    from graphrun.graph.graph import Part
+    from graphrun.modules.build import build_part
+
+    path = beside_graphs() / f"{os.getpid()}.tokenizer.json"
+    path.write_text(json.dumps(data))
+    config = {"model_max_length": 16, "pad_token": "<pad>"}
+    part = Part("tokenizer", "transformers.PreTrainedTokenizerFast", config, True, path, where="fuzz")
+    tokenizer = build_part(part, _graph())
+    tokenizer("a lighthouse at dusk", padding="max_length", truncation=True, max_length=16)
+    tokenizer.tokenize("a lighthouse")
+    return "accepted"
+
+
+@st.composite
+def configured(draw: st.DrawFn, kind: str) -> Any:
+    """(graph, name, mutant of its configuration) of a scheduler or a component."""
+    name = draw(st.sampled_from(BASES))
+    graph = loaded(name)
+    bases = {key: part.config for key, part in getattr(graph, kind).items() if getattr(part, "file", None) is None}
+    key = draw(st.sampled_from(sorted(bases)))
+    config = draw(changed(bases[key]))
+    return name, key, config
+
+
+def read_scheduler(example: tuple[str, str, Any]) -> str:
+    from graphrun.modules.build import build_part
+
+    name, key, config = example
+    build_part(replace(loaded(name).parts[key], config=config), loaded(name))
+    return "accepted"
+
+
+def read_component(example: tuple[str, str, Any]) -> str:
+    from graphrun.modules.build import meta_module
+
+    name, key, config = example
+    meta_module(replace(loaded(name).components[key], config=config), loaded(name).trust)
+    return "accepted"
+
+
+@st.composite
 def prompts(draw: st.DrawFn) -> tuple[str, bytes]:
     names = st.sampled_from(("prompt", "seed", "height", "steps", "guidance_scale", "nothing", ""))
     lines = draw(st.lists(st.one_of(st.dictionaries(names, values, max_size=4), values), max_size=4))
@@ -313,10 +371,14 @@ def read_prompts(file: tuple[str, bytes]) -> str:
 
 
 @functools.cache
-def _graph() -> Any:
+def loaded(name: str) -> Any:
     import graphrun
 
-    return graphrun.load(GRAPHS / "flux-tiny.yaml")
+    return graphrun.load(GRAPHS / f"{name}.yaml")
+
+
+def _graph() -> Any:
+    return loaded("flux-tiny")
 
 
 Reader = tuple[st.SearchStrategy[Any], Callable[[Any], str]]
@@ -326,6 +388,9 @@ READERS: Mapping[str, Reader] = {
     "weights": (headers(WEIGHTS), read_weights),
     "loras": (loras(), read_lora),
     "gguf": (gguf_files(), read_gguf),
+    "tokenizers": (tokenizers(), read_tokenizer),
+    "schedulers": (configured("parts"), read_scheduler),
+    "components": (configured("components"), read_component),
     "prompts": (prompts(), read_prompts),
 }
 

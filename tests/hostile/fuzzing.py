@@ -34,6 +34,9 @@ EXAMPLES = {
     "weights": 100,
     "loras": 100,
     "gguf": 100,
+    "tokenizers": 200,
+    "schedulers": 200,
+    "components": 100,
     "prompts": 200,
 }  # of one seed; ten seeds are due
 
@@ -59,7 +62,9 @@ def run(reader: str, seed: int, examples: int, until: float = float("inf")) -> d
             said, seconds = outcome(reader, example)
             outcomes[said] += 1
             most = max(most, seconds)
-        except Exception as error:  # noqa: BLE001  (an untyped error is what this looks for)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # noqa: BLE001  (an untyped error, or a panic, is what this looks for)
             failures.append(f"{type(error).__name__}: {str(error)[:300]}: {repr(example)[:3_000]}")
 
     with contextlib.suppress(TimeIsOver):

@@ -14,10 +14,12 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import yaml
 from PIL import Image
 
 from graphrun.batch.cache.index import DATABASE, Index
 from graphrun.batch.journal import Journal
+from graphrun.cluster.machines import read_cluster
 from graphrun.errors import GraphError, InputError, PlanError
 from graphrun.files import write_whole
 from graphrun.graph.loading import load
@@ -98,6 +100,42 @@ def test_a_graph(change: tuple[str, str], message: str, tmp_path: Path) -> None:
         assert str(caught.value).count("\n") < 100
     else:
         load(path)  # of another form, and no error of a graph
+
+
+LONG = {
+    "a plain scalar": f"name: {'x' * 2**20}\n",
+    "words": f"name: {'x ' * 2**19}\n",
+    "lines": "name: >\n" + "  x\n" * 2**18,
+    "comments": "# x\n" * 2**18 + "#",
+}
+
+
+@pytest.mark.parametrize("text", LONG.values(), ids=LONG)
+@pytest.mark.parametrize("reader", [load, read_cluster])
+def test_a_long_file_is_refused_before_it_is_parsed(
+    text: str, reader: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyYAML takes over a second per MiB."""
+    parsed: list[int] = []
+    scanned = yaml.reader.Reader.forward
+    monkeypatch.setattr(yaml.reader.Reader, "forward", lambda self, n=1: (parsed.append(n), scanned(self, n))[1])
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(GraphError, match=r"a.yaml: it has 1,048,\d\d\d bytes, .* 1,048,576 .* --limit yaml_bytes=1048"):
+        reader(tmp_path / "a.yaml")
+    assert parsed == []
+    (tmp_path / "a.yaml").write_text("name: x\n")
+    with pytest.raises(GraphError):
+        reader(tmp_path / "a.yaml")
+    assert parsed, "the parser is counted"
+
+
+def test_a_message_never_repeats_a_long_text(tmp_path: Path) -> None:
+    long = "x" * 2**17
+    for line in (f"name: !{long} a", f"? {long}\n: a", f"? {long}\n: a\n? {long}\n: a", f"name: *{long}", f"graphrun: {long}"):
+        (tmp_path / "a.yaml").write_text(f"{line}\n")
+        with pytest.raises(GraphError) as caught:
+            load(tmp_path / "a.yaml")
+        assert max(map(len, str(caught.value).splitlines())) < 3_000
 
 
 @pytest.mark.parametrize("what", ["pipe", "/dev/zero", "socket"])

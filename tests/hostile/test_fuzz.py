@@ -11,7 +11,8 @@ sys.path.append(str(Path(__file__).parent))
 import fuzzing
 
 # Reader -> seed and number of mutants; with these, some of each kind are accepted, some refused.
-EXAMPLES = {"graphs": (0, 60), "plans": (2, 24), "weights": (0, 100), "loras": (0, 100), "gguf": (0, 60), "prompts": (0, 100)}
+EXAMPLES = {"graphs": (0, 60), "plans": (2, 24), "weights": (0, 100), "loras": (0, 100), "gguf": (0, 60)}
+EXAMPLES |= {"tokenizers": (0, 60), "schedulers": (0, 60), "components": (0, 30), "prompts": (0, 100)}
 
 
 @pytest.mark.long

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +16,19 @@ import torch
 from safetensors.torch import save_file
 
 from graphrun.errors import GraphError
-from graphrun.graph.graph import Adapter, Component
+from graphrun.graph.graph import Adapter, Component, Graph, Part
+from graphrun.graph.loading import load
+from graphrun.modules.adapters import add_ip_adapters
+from graphrun.modules.build import build_part
+from graphrun.modules.contents import content_of, refuse_missing
 from graphrun.modules.gguf import gguf_tensors
 from graphrun.modules.lora import deltas_of
 from graphrun.modules.source_files import stored_tensors
+
+
+@pytest.fixture(scope="module")
+def flux() -> Graph:
+    return load(Path(__file__).parents[2] / "graphs/flux-tiny.yaml")
 
 
 def f32(begin: int, end: int, *shape: int) -> dict[str, Any]:
@@ -123,6 +134,59 @@ BAD_LORAS: dict[str, tuple[dict[str, torch.Tensor], str | None]] = {
 def test_loras(tensors: dict[str, torch.Tensor], settings: str | None, tmp_path: Path) -> None:
     with pytest.raises(GraphError, match=r"components.part.loras: .*a.safetensors"):
         lora(tmp_path / "a.safetensors", tensors, settings)
+
+
+def typed_file(path: Path, tensors: dict[str, tuple[str, list[int], int]]) -> Path:
+    """A safetensors file of zeros: name -> type, shape, bits of an element."""
+    header, end = {}, 0
+    for name, (kind, shape, bits) in tensors.items():
+        begin, end = end, end + bits * math.prod(shape) // 8
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
+    return path
+
+
+UNREADABLE = [("F6_E2M3", 6), ("F6_E3M2", 6), ("F4", 4)]  # types of the format that torch cannot read, or cannot cast
+
+
+@pytest.mark.parametrize(("kind", "bits"), UNREADABLE)
+def test_loras_in_types_that_torch_cannot_compute_with(kind: str, bits: int, tmp_path: Path) -> None:
+    file = typed_file(tmp_path / "a.safetensors", {DOWN: (kind, [2, 8], bits), UP: ("F32", [4, 2], 32)})
+    part = Component("part", "x.Layer", None, {}, True, "float32", ("float32",), loras=(Adapter(str(file), 1.0),))
+    wide = torch.nn.Module()
+    wide.to_q = torch.nn.Linear(8, 4)
+    with pytest.raises(GraphError, match=rf"components.part.loras: .*a.safetensors cannot be read: {DOWN} is {kind}"):
+        deltas_of(part, wide)
+
+
+@pytest.mark.parametrize(("kind", "bits"), UNREADABLE)
+def test_ip_adapters_in_types_that_torch_cannot_compute_with(kind: str, bits: int, tmp_path: Path) -> None:
+    """Refused from the header, while planning."""
+    file = typed_file(tmp_path / "a.safetensors", {"image_proj.proj.weight": (kind, [8, 8], bits)})
+    part = Component("unet", "x.Layer", None, {}, True, "float32", ("float32",), ip_adapters=(Adapter(str(file)),))
+    unet = SimpleNamespace(_convert_ip_adapter_attn_to_diffusers=None)
+    with pytest.raises(GraphError, match=rf"components.unet.ip_adapters: .*a.safetensors cannot be read: image_proj.* is {kind}"):
+        add_ip_adapters(part, unet)
+
+
+@pytest.mark.parametrize(("kind", "bits"), UNREADABLE)
+def test_weights_in_types_that_torch_cannot_compute_with(kind: str, bits: int, tmp_path: Path) -> None:
+    file = typed_file(tmp_path / "a.safetensors", {"weight": (kind, [4, 8], bits), "bias": ("F32", [4], 32)})
+    part, layer = Component("p", "x.Layer", str(file), {}, True, "float32", ("float32",)), torch.nn.Linear(8, 4)
+    with pytest.raises(GraphError, match=rf"components.p: {file} stores weight as float.*, which torch cannot compute with"):
+        refuse_missing(content_of(part, layer, file, "float32"), layer.state_dict(), part)
+
+
+@pytest.mark.parametrize("in_folder", [False, True])
+@pytest.mark.parametrize("key", ["num_train_timesteps", "solver_order"])
+def test_a_scheduler_that_would_take_all_memory(key: str, in_folder: bool, tmp_path: Path, flux: Graph) -> None:
+    config = {"_class_name": "UniPCMultistepScheduler", key: 3 * 10**9}
+    (tmp_path / "scheduler_config.json").write_text(json.dumps(config))
+    source = {"source": str(tmp_path)} if in_folder else {"config": config, "has_config": True}
+    part = Part("scheduler", "diffusers.UniPCMultistepScheduler", **{"config": {}, **source}, where="g:9")
+    with pytest.raises(GraphError, match=rf"g:9: parts.scheduler.config: {key} is 3,000,000,000, .* --limit timesteps="):
+        build_part(part, flux)
 
 
 def test_loras_that_fit(tmp_path: Path) -> None:

@@ -221,6 +221,15 @@ def test_other_shapes_and_types_are_named(graph: Graph, flux: Graph, tmp_path: P
     assert "a.weight is TQ1_0, which diffusers cannot compute with" in refusal(replace(component, gguf=str(path)), graph)
 
 
+@pytest.mark.parametrize("name", ["time_text_embed.timestep_embedder.linear_1.weight", "proj_out.bias"])
+def test_a_missing_tensor_is_named_before_a_plan(graph: Graph, flux: Graph, tmp_path: Path, name: str) -> None:
+    state = {key: tensor for key, tensor in build(flux.component("transformer"), flux).state_dict().items() if key != name}
+    path = write_gguf(tmp_path / "short.gguf", state, by_role)
+    held = replace(graph.component("transformer"), gguf=str(path))
+    with pytest.raises(GraphError, match=f"components.transformer: {path} lacks 1 tensors, such as {name}"):
+        graphrun.estimate(replace(graph, components={**graph.components, "transformer": held}), vram="64M", hardware="sim")
+
+
 def test_the_error_for_a_missing_file_says_what_to_do(flux: Graph, tmp_path: Path) -> None:
     text = (
         (GRAPHS / "flux-tiny.yaml")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,3 +84,92 @@ def test_a_tokenizer_without_a_maximum_length_does_not_pad(tmp_path: Path, flux:
     made = build_part(part, flux)
     assert len(made("a", padding="max_length", max_length=64, truncation=True)["input_ids"]) == 64
     assert len(made("abc", padding="max_length")["input_ids"]) == len(made("abc")["input_ids"])
+
+
+def edited(place: Path, **changes: Any) -> Path:
+    """The byte tokenizer with other entries, as a file."""
+    data = json.loads((GRAPHS / "tokenizers" / "bytes.json").read_text()) | changes
+    (place / "tokenizer.json").write_text(json.dumps(data))
+    return place / "tokenizer.json"
+
+
+def charsmap(data: bytes) -> dict[str, Any]:
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(data).decode()}
+
+
+def template(token: str) -> dict[str, Any]:
+    single = [{"SpecialToken": {"id": token, "type_id": 0}}]
+    return {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": {}}
+
+
+# Entry of the file -> whether loading fails; otherwise encoding fails.
+PANICS = {
+    "a short charsmap": ({"normalizer": charsmap(b"ab")}, True),
+    "a charsmap that points outside itself": ({"normalizer": charsmap(b"\4\0\0\0\xff\xff\xff\xff")}, False),
+    "an empty regular expression": ({"normalizer": {"type": "Replace", "pattern": {"Regex": ""}, "content": "x"}}, False),
+    "an unknown special token": ({"post_processor": template("z")}, False),
+    "no token for an unknown letter": ({"model": {"type": "Unigram", "unk_id": None, "vocab": [["b", 0.0]]}}, False),
+}
+
+
+@pytest.mark.parametrize("as_folder", [False, True])
+@pytest.mark.parametrize(("changes", "at_once"), PANICS.values(), ids=PANICS)
+def test_a_file_that_makes_the_library_panic_is_named(
+    tmp_path: Path, flux: Graph, changes: dict[str, Any], at_once: bool, as_folder: bool
+) -> None:
+    """A panic of the tokenizers library is no Exception, and no ``except Exception`` catches it."""
+    kind, config = "transformers.PreTrainedTokenizerFast", {"model_max_length": 9}
+    if as_folder:
+        part = Part("tokenizer", kind, {}, source=str(folder(tmp_path, 9)), where="g:9")
+        edited(tmp_path, **changes)
+    else:
+        part = Part("tokenizer", kind, config, True, edited(tmp_path, **changes), where="g:9")
+    if not at_once:
+        made = build_part(part, flux)
+        assert made.model_max_length == 9
+    with pytest.raises(GraphError, match=rf"g:9: parts\.tokenizer: .*{tmp_path}.*(panics|unk_id)") as caught:
+        build_part(part, flux) if at_once else made.tokenize("a lighthouse", add_special_tokens=True)
+    assert "\n" not in str(caught.value)
+    if not at_once:
+        for method in (made, made.encode):
+            with pytest.raises(GraphError, match=f"{tmp_path}.* cannot encode a text"):
+                method("a lighthouse")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_is_no_panic(flux: Graph, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", interrupted)
+    part = Part("tokenizer", "transformers.PreTrainedTokenizerFast", {}, True, GRAPHS / "tokenizers/bytes.json", where="g:9")
+    made = build_part(part, flux)
+    with pytest.raises(error):
+        made("a")
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__init__", interrupted)
+    with pytest.raises(error):
+        build_part(part, flux)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_commands_refuse_such_a_file(tmp_path: Path, command: str) -> None:
+    """The last line on stderr is a message with file and line, without a traceback of Python, and the exit status is 2."""
+    file = edited(tmp_path, normalizer={"type": "Replace", "pattern": {"Regex": ""}, "content": "x"})
+    text = (GRAPHS / "flux-tiny.yaml").read_text().replace("configs/", f"{GRAPHS}/configs/")
+    (tmp_path / "graph.yaml").write_text(text.replace("tokenizers/bytes.json", str(file)))
+    arguments = {"plan": ["--vram", "6M"], "run": ["--vram", "6M", "--device", "sim", "--prompt", "a"]}[command]
+    done = subprocess.run(
+        [sys.executable, "-m", "graphrun", command, str(tmp_path / "graph.yaml"), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "RUST_BACKTRACE": "0", "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        cwd=tmp_path,
+    )
+    last = done.stderr.splitlines()[-1]
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+    assert last.startswith(f"graphrun: {tmp_path}/graph.yaml:")
+    assert f"{file}" in last

@@ -158,7 +158,7 @@ def build_trial(found: Found, *, dtype: str = "") -> TrialPipeline:
 
 def _part(part: Part, graph: Graph, live: Any) -> Any:
     if part.file is not None:
-        return measured(stand_in(part.config), f"parts.{part.name}", part.where, part.where)
+        return measured(stand_in(part.config), f"parts.{part.name}", part.where, part.where, part.file)
     return build_part(part, graph) if live is None or hasattr(live, "set_timesteps") else live
 
 
