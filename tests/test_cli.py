@@ -80,7 +80,7 @@ def test_no_cache_neither_reads_nor_writes_there(graphrun: Cli, monkeypatch: pyt
     command = ("run", TINY, "--device", "sim", "--vram", "6M", "--prompt", "a", "--set", "steps=1", "-o", "a.png")
     assert graphrun(*command, "--no-cache")[0] == 0
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-    refused(graphrun(*command), "a.png: is there already: add --overwrite, or name another file with -o")
+    refused(graphrun(*command), "a.png already exists; add --overwrite")
     assert graphrun(*command, "--overwrite")[0] == 0
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*") if path.is_file()}
     assert files
