@@ -262,6 +262,14 @@ def test_doctor_says_what_is_here(graphrun: Cli) -> None:
     assert (code, json.loads(out)["device"]["sim"]) == (0, True)
 
 
+def test_the_list_says_for_how_much_ram_its_least_vram_is(graphrun: Cli) -> None:
+    code, out, _ = graphrun("list")
+    assert code == 0
+    assert "\n least VRAM: the smallest of 8, 12, 16 and 24 GiB that fits with 64 GiB of RAM\n" in out
+    rows = json.loads(graphrun("list", "--json")[1])["graphs"]
+    assert all(row["ram_gib"] == 64 for row in rows if "card_gib" in row)
+
+
 def test_a_profile_is_measured_kept_and_planned_for(graphrun: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     code, out, _ = graphrun("calibrate", "--device", "sim", "--name", "mine", "--seconds", "0.5", "--json")
