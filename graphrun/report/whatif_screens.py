@@ -7,13 +7,16 @@ frontier      predicted time against budget (text, JSON, SVG), and the largest v
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from html import escape
+from itertools import zip_longest
 from typing import Any
 
 from graphrun.model.problem import Hardware, Problem
 from graphrun.model.solution import Solution
+from graphrun.report.command_lines import folded_options
 from graphrun.report.precisions import measured
 from graphrun.report.screen import Look, listed, proof, streams_of, subject, terms
 from graphrun.report.summary import directives, figures
@@ -40,7 +43,7 @@ def infeasible_screen(error: Infeasible, look: Look | None = None) -> str:
     look = look or Look()
     budgets = f"{show_size(error.budget_bytes)} of VRAM and {show_size(error.ram_bytes)} of RAM"
     verdict = f"fits: no. No plan runs {error.graph} on {error.hardware} within {budgets}; {error.binding} binds"
-    lines = [look.first(verdict), *_directives(error.problem), ""]
+    lines = [look.first(verdict), *map(look.folded, _directives(error.problem)), ""]
     if error.needs:
         units = Units(max(need.total_bytes for need in error.needs))
         rows = [["phase", "weights", "ring", "activation", "values", "least", "have"]]
@@ -54,13 +57,16 @@ def infeasible_screen(error: Infeasible, look: Look | None = None) -> str:
         units = Units(error.smallest_ram_bytes)
         rows = [units.row(*row) for row in (*error.host_bytes, ("at one time", error.smallest_ram_bytes))]
         lines += [table([["minimum in RAM", units.size], *rows], left=(0,)), ""]
-    lines += [f"{_smallest_title(error.problem)}: {_smallest(error)}", "what helps, by predicted time, changes of the output last:"]
+    lines += [
+        look.folded(f"{_smallest_title(error.problem)}: {_smallest(error)}"),
+        "what helps, by predicted time, changes of the output last:",
+    ]
     return "\n".join([*lines, *_helping(error.repairs, error.capacity_bytes, look)])
 
 
 def advice_screen(solution: Solution, found: Sequence[Repair], look: Look) -> str:
     """What would make a slow plan faster."""
-    title = "this mostly waits; what would help, seconds of a run, changes of the output last:"
+    title = look.folded("mostly waiting; what would help, seconds of a run, changes of the output last:")
     return "\n".join([title, *_helping(found, solution.problem.hardware.capacity_bytes, look, texts=True)])
 
 
@@ -68,17 +74,26 @@ def _helping(repairs: Sequence[Repair], capacity_bytes: int, look: Look, texts: 
     """A table of what can be typed, then the others. ``texts``: what each is in words."""
 
     def words(repair: Repair) -> str:
-        files = ", from files that hold it so" * (("--source", "FOLDER") in repair.change)
+        files = ", from a checkpoint already in that precision" * (("--source", "FOLDER") in repair.change)
         return f"changes the output{files}" if repair.changes_output else repair.text * texts
 
     options = {repair: typed(repair, capacity_bytes) for repair in repairs}
-    if rows := [[of, show_seconds(repair.seconds), words(repair)] for repair, of in options.items() if of]:
-        yield table(rows, left=(0, 2))
+    if rows := [(of, show_seconds(repair.seconds), words(repair)) for repair, of in options.items() if of]:
+        yield table(list(_folded_rows(rows, look.width)), left=(0, 2))
     for repair, of in options.items():
         if repair.change and not of:
             yield look.folded(f" {repair.text}: {show_seconds(repair.seconds)}")
     allowed = [value for repair in repairs for option, value in repair.change if option == "--allow"]
     yield from map(look.folded, measured(allowed))
+
+
+def _folded_rows(rows: Sequence[tuple[str, str, str]], width: int) -> Iterator[tuple[str, str, str]]:
+    """``rows`` of options, seconds and words, each over several lines where it is wider than ``width``."""
+    seconds_columns = max(len(seconds) for _, seconds, _ in rows)
+    options = [folded_options(typed_options, width - seconds_columns - WORDS_COLUMNS - 5) for typed_options, _, _ in rows]
+    words_columns = width - seconds_columns - max(len(line) for lines in options for line in lines) - 5  # 5: between columns
+    for lines, (_, seconds, words) in zip(options, rows, strict=True):
+        yield from zip_longest(lines, [seconds], textwrap.wrap(words, words_columns), fillvalue="")
 
 
 SIZES = ("--vram", "--ram", "--pinned", "--disk")  # options that are sizes of which more is enough too
@@ -102,6 +117,7 @@ def _typed(sizes: Iterable[int]) -> str:
     return ",".join(map(typed_size, sizes))
 
 
+WORDS_COLUMNS = 25  # at least, of what a change means, beside its options
 # The bytes of a slot, as in `graphrun.model.least_memory.PhaseMinimum`.
 TERMS = ("weights_bytes", "ring_bytes", "activation_bytes", "values_bytes")
 
@@ -264,7 +280,7 @@ def frontier_screen(problem: Problem, swept: Swept, name: str = "", look: Look |
     return "\n".join(
         (
             *(_largest(swept, name) if name else _notes(problem, swept[0][1])),
-            *([look.then] if look.then else []),
+            *look.next_lines,
             "",
             look.folded(f"frontier {subject(problem, name)}"),
             f"hardware {problem.hardware.name} ({problem.hardware.basis})  RAM {show_size(problem.ram_bytes)}  cold run",
