@@ -8,7 +8,7 @@ frontier      predicted time against budget (text, JSON, SVG), and the largest v
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from html import escape
 from itertools import zip_longest
@@ -25,8 +25,8 @@ from graphrun.report.table import Units, table
 from graphrun.solve.alternatives import Alternative
 from graphrun.solve.frontier import Point
 from graphrun.solve.infeasible import Infeasible
-from graphrun.solve.repairs import Repair
-from graphrun.units import show_seconds, show_size, typed_size
+from graphrun.solve.repairs import Repair, sizes_in, typed_value
+from graphrun.units import show_seconds, show_size
 
 # What each directive of `graphrun.solve.alternatives` means for a component; "": the plan itself.
 TITLES = {
@@ -96,25 +96,13 @@ def _folded_rows(rows: Sequence[tuple[str, str, str]], width: int) -> Iterator[t
         yield from zip_longest(lines, [seconds], textwrap.wrap(words, words_columns), fillvalue="")
 
 
-SIZES = ("--vram", "--ram", "--pinned", "--disk")  # options that are sizes of which more is enough too
-
-
 def typed(repair: Repair, capacity_bytes: int) -> str:
     """The options to type for ``repair``, with rounded sizes; empty where options alone do not do: a directive left out, a second
     command, a larger device."""
     for option, value in repair.change:
-        if not value or option == "--until" or (option == "--vram" and _sizes(value)[0] > capacity_bytes):
+        if not value or option == "--until" or (option == "--vram" and sizes_in(value)[0] > capacity_bytes):
             return ""
-    return " ".join(f"{option} {_typed(_sizes(value)) if option in SIZES else value}" for option, value in repair.change)
-
-
-def _sizes(value: str) -> list[int]:
-    """Bytes of an option, one for each device."""
-    return [int(of.removesuffix("B")) for of in value.split(",")]
-
-
-def _typed(sizes: Iterable[int]) -> str:
-    return ",".join(map(typed_size, sizes))
+    return " ".join(f"{option} {typed_value(option, value)}" for option, value in repair.change)
 
 
 WORDS_COLUMNS = 25  # at least, of what a change means, beside its options
@@ -147,8 +135,8 @@ def _smallest(error: Infeasible) -> str:
 
 
 def _option(name: str, nbytes: int, problem: Problem) -> str:
-    typed = _typed(_sizes(problem.vram_option(nbytes) if name == "--vram" else str(nbytes)))
-    return f"{name} {typed} ({nbytes} bytes)"
+    value = problem.vram_option(nbytes) if name == "--vram" else str(nbytes)
+    return f"{name} {typed_value(name, value)} ({nbytes} bytes)"
 
 
 def infeasible_json(error: Infeasible) -> dict[str, Any]:
