@@ -249,7 +249,8 @@ def errors_page() -> str:
     return f"""# Errors and exit codes
 
 {MADE}An error that graphrun raises on purpose is a `graphrun.GraphrunError`. Its message says what is wrong, where (`file:line`),
-and what to do, with the flag to type. Import the classes from `graphrun`. The command line prints the message without a traceback; a traceback is a bug.
+and what to do, with the flag to type. Import the classes from `graphrun`. The command line prints the message without a
+traceback; a traceback is a bug.
 
 {table("exit code | meaning", ((str(code), meaning) for code, meaning in EXIT_CODES.items()))}
 {table("class | is a | exit code | raised when", rows)}
