@@ -112,7 +112,8 @@ def component_line(name: str) -> str:
 
 
 def figures(name: str, plan_row: str) -> dict[str, Any]:
-    """The parameters of a graph, and by its row of the second table the smallest of `BUDGETS` that is enough, with the seconds."""
+    """The parameters of a graph, and by its row of the second table the smallest of `BUDGETS` that is enough with `RAM`, and the
+    seconds."""
     import graphrun
     from graphrun.modules.build import meta_module
 
@@ -121,7 +122,7 @@ def figures(name: str, plan_row: str) -> dict[str, Any]:
     found: dict[str, Any] = {"parameters": sum(p.numel() for module in modules for p in module.parameters())}
     for budget, cell in zip(BUDGETS, plan_row.split("|")[2:], strict=False):
         if took := re.match(r" ([\d.]+) s,", cell):
-            return {**found, "card_gib": int(budget[:-1]), "seconds": float(took[1])}
+            return {**found, "card_gib": int(budget[:-1]), "ram_gib": int(RAM[:-1]), "seconds": float(took[1])}
     return found
 
 

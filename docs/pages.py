@@ -23,6 +23,7 @@ import typer
 
 from graphrun import errors
 from graphrun.cli import main as cli
+from graphrun.cluster.master import Unplaceable
 from graphrun.diffusers_.dry_call import ProbeError
 from graphrun.graph.ops import OPERATIONS
 from graphrun.graph.schema import GraphSpec, schema_text
@@ -32,6 +33,7 @@ from graphrun.report.memory import parts_of
 from graphrun.report.page import planned_slots
 from graphrun.report.plan_files import problem_from
 from graphrun.report.svg import element, picture
+from graphrun.sim.ordering import RaceError
 from graphrun.solve.infeasible import Infeasible
 from graphrun.solve.solve import solve
 
@@ -233,6 +235,7 @@ def options(command: Any) -> Iterator[tuple[str, str]]:
 
 def errors_page() -> str:
     own = [each for _, each in inspect.getmembers(errors, inspect.isclass) if issubclass(each, errors.GraphrunError)]
+    every = [*own, Infeasible, ProbeError, RaceError, Unplaceable]
     rows = (
         (
             f"`{each.__name__}`",
@@ -240,13 +243,14 @@ def errors_page() -> str:
             str(each.exit_code),
             markdown((each.__doc__ or "").partition("\n\n")[0]),
         )
-        for each in sorted([*own, Infeasible, ProbeError], key=lambda each: (len(each.__mro__), each.__name__))
+        for each in sorted(every, key=lambda each: (len(each.__mro__), each.__name__))
     )
     assert {each.exit_code for each in own} | {Infeasible.exit_code} <= set(EXIT_CODES)
     return f"""# Errors and exit codes
 
 {MADE}An error that graphrun raises on purpose is a `graphrun.GraphrunError`. Its message says what is wrong, where (`file:line`),
-and what to do, with the flag to type. The command line prints the message without a traceback; a traceback is a bug.
+and what to do, with the flag to type. Import the classes from `graphrun`. The command line prints the message without a
+traceback; a traceback is a bug.
 
 {table("exit code | meaning", ((str(code), meaning) for code, meaning in EXIT_CODES.items()))}
 {table("class | is a | exit code | raised when", rows)}

@@ -14,27 +14,62 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from graphrun.api import Budget, attach, estimate, from_pipeline, load, plan, precomputed, run, survey
-from graphrun.errors import BrokenPlan, GraphError, GraphrunError, InputError, OutOfMemory, PlanError, TransferFailed
+from graphrun.errors import (
+    BrokenPlan,
+    DeviceLost,
+    GraphError,
+    GraphrunError,
+    InputError,
+    Interrupted,
+    OutOfMemory,
+    PlanError,
+    StageError,
+    TransferFailed,
+)
 from graphrun.graph.ops import op
 from graphrun.limits import raise_limits
 from graphrun.many import run_many
 
 if TYPE_CHECKING:
+    from graphrun.batch.queue import Batch
+    from graphrun.cluster.master import Unplaceable
+    from graphrun.diffusers_.attach import Attachment
+    from graphrun.diffusers_.description import LivePipeline
+    from graphrun.diffusers_.dry_call import ProbeError
+    from graphrun.graph.graph import Graph
+    from graphrun.model.problem import Hardware, Problem
+    from graphrun.model.solution import Solution
     from graphrun.session import Session
+    from graphrun.sim.ordering import RaceError
     from graphrun.solve.infeasible import Infeasible
+    from graphrun.trace import Trace
 
 __version__ = "0.1.0"
 __all__ = [
+    "Attachment",
+    "Batch",
     "BrokenPlan",
     "Budget",
+    "DeviceLost",
+    "Graph",
     "GraphError",
     "GraphrunError",
+    "Hardware",
     "Infeasible",
     "InputError",
+    "Interrupted",
+    "LivePipeline",
     "OutOfMemory",
     "PlanError",
+    "ProbeError",
+    "Problem",
+    "RaceError",
     "Session",
+    "Solution",
+    "StageError",
+    "Trace",
     "TransferFailed",
+    "Unplaceable",
     "attach",
     "estimate",
     "from_pipeline",
@@ -48,11 +83,31 @@ __all__ = [
     "survey",
 ]
 
-_LAZY = {"Session": "graphrun.session", "Infeasible": "graphrun.solve.infeasible"}
+# Imported on first use: these modules import torch, a solver, or more than `graphrun` needs to start.
+_LAZY = {
+    "Attachment": "graphrun.diffusers_.attach",
+    "Batch": "graphrun.batch.queue",
+    "Graph": "graphrun.graph.graph",
+    "Hardware": "graphrun.model.problem",
+    "Infeasible": "graphrun.solve.infeasible",
+    "LivePipeline": "graphrun.diffusers_.description",
+    "ProbeError": "graphrun.diffusers_.dry_call",
+    "Problem": "graphrun.model.problem",
+    "RaceError": "graphrun.sim.ordering",
+    "Session": "graphrun.session",
+    "Solution": "graphrun.model.solution",
+    "Trace": "graphrun.trace",
+    "Unplaceable": "graphrun.cluster.master",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `Session` and `Infeasible` on first use: their modules import torch or a solver."""
+    """Import a class of ``_LAZY`` on first use."""
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List what can be imported, before it was used too."""
+    return sorted({*globals(), *__all__})

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from graphrun.errors import InputError, PlanError
 from graphrun.files import Store
+from graphrun.graph.values import strings
 from graphrun.units import parse_size
 
 RUNS = 100  # of a session by default: enough that the first run, which loads, weighs little
@@ -114,7 +115,7 @@ def estimate(
     if not isinstance(graph, Declared):
         if until is not None:
             raise InputError("until names a stage of a graph; a pipeline's call has none: leave it out")
-        demands = Directives(tuple(keep), tuple(exclude), reserve_bytes or 0)
+        demands = Directives(strings(keep), strings(exclude), reserve_bytes or 0)
         return graph.problem(inputs or {}, hardware, Limits(budget_bytes, ram_bytes, helpers=helpers), demands)
     graph, inputs = graph.until(until).directed(keep, exclude, reserve_bytes, pin).for_first(inputs or {})
     values = graph.for_planning(inputs)
@@ -127,7 +128,7 @@ def estimate(
     host = _size(pinned, "pinned", ram_bytes), _size(disk, "disk")
     limits = Limits(budget_bytes, ram_bytes, *host, runs, graph.allowed(allow), helpers)
     problem = replace(problem_for(graph, values, hardware, limits, _store(cache)), until=until or "")
-    if not (stages := tuple(dict.fromkeys(name.partition(".")[0] for name in precomputed))):
+    if not (stages := tuple(dict.fromkeys(name.partition(".")[0] for name in strings(precomputed)))):
         return problem
     remaining = graph.with_precomputed(stages)
     return without(problem, [stage.name for stage in remaining.stages], stages, remaining.digest)
@@ -336,7 +337,7 @@ def attach(
     from graphrun.runtime.devices.open import open_devices
     from graphrun.store import CallStore
 
-    methods = tuple(entries)
+    methods = strings(entries)
     refuse_unnamed(pipe, components, methods)
     refuse_placed(pipe)
     own = Budget(vram, ram, pinned, disk)
@@ -360,8 +361,8 @@ def attach(
     helpers = tuple(Helper(of, nbytes) for of, nbytes in zip(cards[1:], others, strict=True))
     ram_bytes = ram_budget(budget.ram, components_of(pipe, components).values())
     host = _size(budget.pinned, "pinned", ram_bytes), _size(budget.disk, "disk")
-    demands = Directives(tuple(keep), tuple(exclude), _size(reserve, "reserve") or 0, tuple(pin))
-    limits = Limits(vram_bytes, ram_bytes, *host, RUNS if between_calls == "warm" else 1, tuple(allow), helpers)
+    demands = Directives(strings(keep), strings(exclude), _size(reserve, "reserve") or 0, strings(pin))
+    limits = Limits(vram_bytes, ram_bytes, *host, RUNS if between_calls == "warm" else 1, strings(allow), helpers)
     store = CallStore(Store(cache)) if cache is not None else None
     return Attachment(pipe, opened, cards[0], limits, demands, budget, tell, store, components, methods)
 

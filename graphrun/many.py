@@ -26,7 +26,7 @@ OF_CLUSTER = ("vram", "ram", "pinned", "disk", "hardware", "runs")  # what a clu
 
 def run_many(
     graph: Graph,
-    inputs: Iterable[Mapping[str, Any] | str | Request],
+    inputs: str | Mapping[str, Any] | Iterable[Mapping[str, Any] | str | Request],
     *,
     common: Mapping[str, Any] | None = None,
     modules: Mapping[str, Any] | None = None,
@@ -43,7 +43,7 @@ def run_many(
     objective: Literal["throughput", "latency"] = "throughput",
     **budgets: Any,
 ) -> Batch:
-    """Runs ``graph`` for each of ``inputs``, mappings of inputs or prompts. ``common``: inputs that all requests share.
+    """Runs ``graph`` for each of ``inputs``, mappings of inputs or prompts, or for one alone. ``common``: inputs that all share.
 
     Runs request by request or stage by stage, whichever is predicted fastest, in groups that fit RAM and disk. Weights stay loaded
     from run to run where the plan says so, and equal stages run once. The items of a list (``for_each``) are run as requests are,

@@ -152,9 +152,10 @@ class Session:
             self._waiting.append(values)
             return self._worker.submit(self._run, progress, journal)
 
-    def map(self, inputs: Iterable[Mapping[str, Any]]) -> list[Trace]:
-        """Runs once for each of ``inputs``, and returns the traces in their order."""
-        return [future.result() for future in [self.submit(each) for each in inputs]]
+    def map(self, inputs: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> list[Trace]:
+        """Runs once for each of ``inputs``, or once for a single mapping, and returns the traces in their order."""
+        every = [inputs] if isinstance(inputs, Mapping) else inputs
+        return [future.result() for future in [self.submit(each) for each in every]]
 
     @contextlib.contextmanager
     def lend(self, inputs: Mapping[str, Any]) -> Iterator[Host]:

@@ -54,12 +54,13 @@ def parse_seconds(text: str, *, name: str = "time") -> float:
     return float(match[1]) * {"ms": 1e-3, "s": 1, "": 1, "m": 60, "min": 60, "h": 3600}[match[2]]
 
 
-def typed_size(nbytes: int) -> str:
-    """``nbytes`` as one types it, rounded up to two decimals: ``3.4G``, ``2.51M``."""
+def typed_size(nbytes: int, *, down: bool = False) -> str:
+    """``nbytes`` as one types it, rounded up (or ``down``) to two decimals: ``3.4G``, ``2.51M``, ``12B``."""
     for unit, scale in (("G", GIB), ("M", MIB), ("K", KIB)):
         if nbytes >= scale:
-            return f"{-(-nbytes * 100 // scale) / 100:.2f}".rstrip("0").rstrip(".") + unit
-    return str(nbytes)
+            hundredths = nbytes * 100 // scale if down else -(-nbytes * 100 // scale)
+            return f"{hundredths / 100:.2f}".rstrip("0").rstrip(".") + unit
+    return f"{nbytes}B"
 
 
 def gib(nbytes: float) -> str:

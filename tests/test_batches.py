@@ -82,7 +82,39 @@ def test_the_files_of_a_list_go_to_a_folder_and_no_two_have_one_name(graphrun: C
     assert graphrun(*RUN, "--inputs", "p.jsonl", "-o", "pictures")[0] == 0
     assert sorted(path.name for path in Path("pictures").iterdir()) == ["0001.png", "0002.png"]
     code, _, err = graphrun(*RUN, "--inputs", "p.jsonl", "-o", "pictures/{line:04d}.png")
-    assert (code, "pictures/0001.png: is there already: add --overwrite" in err) == (2, True)
+    assert (code, "pictures/0001.png already exists; add --overwrite" in err) == (2, True)
+
+
+def test_files_with_the_default_name_are_numbered_and_a_resumed_run_keeps_its_own(graphrun: Cli, own_cache: Path) -> None:
+    def pictures() -> list[str]:
+        return sorted(path.name for path in Path("out").glob("*.png"))
+
+    assert "wrote out/flux-tiny.png" in graphrun(*RUN)[1]
+    assert "wrote out/flux-tiny-2.png" in graphrun(*RUN)[1]
+    assert graphrun(*RUN, "--overwrite")[0] == 0
+    assert pictures() == ["flux-tiny-2.png", "flux-tiny.png"]
+    assert graphrun(*RUN, "-o", "out/flux-tiny.png")[2] == "graphrun: out/flux-tiny.png already exists; add --overwrite\n"
+    for _ in range(2):  # the second finds the state of the first
+        assert graphrun(*RUN, "--resume")[0] == 0
+        assert pictures() == ["flux-tiny-2.png", "flux-tiny-3.png", "flux-tiny.png"]
+    Path("p.jsonl").write_text('{"seed": 4}\n{"seed": 5}\n')
+    code, out, _ = graphrun(*RUN, "--inputs", "p.jsonl")
+    assert (code, "wrote out/flux-tiny-4-0001.png to out/flux-tiny-4-0002.png" in out) == (0, True)
+    assert len(pictures()) == 5
+
+
+def test_a_seed_is_an_option_for_one_run_and_for_the_lines_of_a_list(graphrun: Cli, own_cache: Path) -> None:
+    assert graphrun(*RUN, "--set", "seed=7", "-o", "set.png")[0] == 0
+    assert graphrun(*RUN, "--seed", "7", "-o", "seed.png")[0] == 0
+    assert graphrun(*RUN, "--seed", "8", "-o", "other.png")[0] == 0
+    assert pixels("set.png") == pixels("seed.png") != pixels("other.png")
+    Path("p.jsonl").write_text('{"prompt": "a lighthouse at dusk"}\n{"prompt": "a lighthouse at dusk", "seed": 8}\n')
+    assert graphrun(*RUN, "--seed", "7", "--inputs", "p.jsonl", "-o", "list")[0] == 0
+    assert (pixels("list/0001.png"), pixels("list/0002.png")) == (pixels("seed.png"), pixels("other.png"))
+    code, _, err = graphrun(*RUN, "--seed", "7", "--set", "seed=8")
+    assert (code, "--seed 7 and --set seed=8: leave one of them out" in err) == (2, True)
+    code, _, err = graphrun("run", "hidream-encode-tiny", *RUN[2:6], "--seed", "7")
+    assert (code, "unknown input 'seed'" in err) == (2, True)
 
 
 @pytest.mark.parametrize(

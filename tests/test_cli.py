@@ -80,7 +80,7 @@ def test_no_cache_neither_reads_nor_writes_there(graphrun: Cli, monkeypatch: pyt
     command = ("run", TINY, "--device", "sim", "--vram", "6M", "--prompt", "a", "--set", "steps=1", "-o", "a.png")
     assert graphrun(*command, "--no-cache")[0] == 0
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-    refused(graphrun(*command), "a.png: is there already: add --overwrite, or name another file with -o")
+    refused(graphrun(*command), "a.png already exists; add --overwrite")
     assert graphrun(*command, "--overwrite")[0] == 0
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*") if path.is_file()}
     assert files
@@ -231,7 +231,7 @@ def test_estimate_needs_no_budget_and_its_json_has_a_basis_for_every_number(grap
     assert code == 0
     assert out.startswith("needs 13.0 MiB with everything on the device; takes ")
     assert "\nestimate flux-tiny" in out
-    assert max(len(line) for line in out.splitlines() if not line.startswith("next: ")) <= 80
+    assert max(map(len, out.splitlines())) <= 80
     code, out, _ = graphrun("estimate", TINY, "--device", "sim", "--set", "height=192", "--no-cache", "--json")
     found = json.loads(out)
     assert found["settings"]["height"] == "192"
@@ -260,6 +260,14 @@ def test_doctor_says_what_is_here(graphrun: Cli) -> None:
     assert "bitsandbytes" in out
     code, out, _ = graphrun("doctor", "--json")
     assert (code, json.loads(out)["device"]["sim"]) == (0, True)
+
+
+def test_the_list_says_for_how_much_ram_its_least_vram_is(graphrun: Cli) -> None:
+    code, out, _ = graphrun("list")
+    assert code == 0
+    assert "\n least VRAM: the smallest of 8, 12, 16 and 24 GiB that fits with 64 GiB of RAM\n" in out
+    rows = json.loads(graphrun("list", "--json")[1])["graphs"]
+    assert all(row["ram_gib"] == 64 for row in rows if "card_gib" in row)
 
 
 def test_a_profile_is_measured_kept_and_planned_for(graphrun: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

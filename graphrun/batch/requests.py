@@ -47,11 +47,12 @@ def read_requests(path: Path) -> list[Request]:
     return [replace(request, where=f"{path}:{request.number}") for request in found]
 
 
-def requests_from(inputs: Iterable[Mapping[str, Any] | str | Request]) -> list[Request]:
-    """Requests from Python: each of ``inputs`` is a mapping of inputs, a prompt, or a `Request`, which is returned as it is."""
+def requests_from(inputs: str | Mapping[str, Any] | Iterable[Mapping[str, Any] | str | Request]) -> list[Request]:
+    """Requests from Python: each of ``inputs`` is a mapping of inputs, a prompt, or a `Request`, which is returned as it is.
+    A mapping or a prompt alone is one request."""
     return [
         entry if isinstance(entry, Request) else replace(_request(number, entry), where=f"request {number}")
-        for number, entry in enumerate(inputs, 1)
+        for number, entry in enumerate([inputs] if isinstance(inputs, str | Mapping) else inputs, 1)
     ]
 
 

@@ -15,13 +15,13 @@ from graphrun.cli.common import budgeted, hardware_for, say, show
 from graphrun.cli.downloads import asked_for, downloaded
 from graphrun.cli.options import Asked
 from graphrun.cli.placing import cluster_of
-from graphrun.cli.running import Stop, files_for, refuse_rate, saved, stopping
+from graphrun.cli.running import Stop, files_for, refuse_rate, saved, state_folder, stopping
 from graphrun.errors import InputError, Interrupted
 from graphrun.graph.graph import Graph
 from graphrun.many import run_many
 from graphrun.profile.several import per_device
 from graphrun.report import plan_files as planfile
-from graphrun.report.outputs import Files, named, refuse_there
+from graphrun.report.outputs import Files, named, refuse_existing
 from graphrun.report.progress import BatchProgress
 from graphrun.units import show_seconds, show_size
 
@@ -62,16 +62,13 @@ def run_batch(
         arguments = {"cluster": cluster_of(cluster, asked), **{name: arguments[name] for name in alike}}
     planfile.require_writable(trace_file)
     of_list = inputs is not None
-    target = files_for(graph, output, asked.inputs, overwrite=True, of_list=of_list)
-    first = next(iter(target.values()))
-    state = first.parent / f".{first.stem}.resume" if resume else None
-    if state is None or not state.exists():
-        files_for(graph, output, asked.inputs, overwrite=overwrite, of_list=of_list)
+    target = files_for(graph, output, asked.inputs, overwrite=overwrite, of_list=of_list, resume=resume)
+    state = state_folder(target) if resume else None
     requests = [_with_rate(request, graph, target, asked.inputs) for request in requests]
     if inputs is not None:
         places = _places(target, found, graph)
         for of in places.values() if not overwrite and (state is None or not state.exists()) else ():
-            refuse_there(of, graph.kinds())
+            refuse_existing(of, graph.kinds())
     told, files = None if as_json else say, dict[int, list[str]]()
     downloaded(asked_for(graph.without_sources() if options["random_weights"] else graph, told), told)
 
@@ -105,7 +102,7 @@ def run_batch(
         from graphrun.report.lanes import lanes_json
 
         planfile.write_json(trace_file, lanes_json(trace_file.name, batch.lanes))
-    show(_batch_json(batch, len(requests), files), as_json, _batch_screen(batch, len(requests)))
+    show(_batch_json(batch, len(requests), files), as_json, _batch_screen(batch, len(requests), files))
     if batch.errors:
         raise typer.Exit(2)
 
@@ -184,7 +181,7 @@ def _batch_json(batch: Batch, requests: int, files: Mapping[int, Sequence[str]])
     }
 
 
-def _batch_screen(batch: Batch, requests: int) -> str:
+def _batch_screen(batch: Batch, requests: int, files: Mapping[int, Sequence[str]]) -> str:
     predicted = sum(schedule.seconds for schedule in batch.schedules)
     moved = sum(schedule.moved_bytes for schedule in batch.schedules)
     done = requests - len(batch.errors) - len(batch.done_before)
@@ -198,4 +195,6 @@ def _batch_screen(batch: Batch, requests: int) -> str:
         lines.append(f"measured {show_seconds(batch.seconds)}, moved {show_size(batch.moved_bytes)} in {len(batch.traces)} runs")
     if shared := ", ".join(f"{name} {number}" for name, number in batch.shared.items() if number):
         lines.append(f"runs saved, since their outputs were cached or equal: {shared}")
+    if written := [path for number in sorted(files) for path in files[number]]:
+        lines.append(f"wrote {written[0]}" + f" to {written[-1]}" * (len(written) > 1))
     return "\n".join(lines)

@@ -69,5 +69,11 @@ def list_graphs(as_json: AsJson = False) -> None:
         )
         for row in rows
     ]
-    note = "least VRAM: the smallest of 8, 12, 16 and 24 GiB that is enough; seconds: of one cold run there, on an RTX 4090"
-    show({"graphs": rows}, as_json, f"{table([head, *lines], left=(0, 4))}\n {note}\nnext: graphrun plan flux-dev")
+    ram = max((row["ram_gib"] for row in rows if "ram_gib" in row), default=0)
+    screen = (
+        table([head, *lines], left=(0, 4)),
+        f" least VRAM: the smallest of 8, 12, 16 and 24 GiB that fits with {ram} GiB of RAM",
+        " seconds: of one cold run with both, predicted for an RTX 4090",
+        "next: graphrun plan flux-dev",
+    )
+    show({"graphs": rows}, as_json, "\n".join(screen))

@@ -9,7 +9,9 @@ import typer
 
 from graphrun.cli.common import app, native_stdout_to_stderr
 from graphrun.cli.options import Names, Trust, pair
+from graphrun.cli.terminal import width
 from graphrun.errors import InputError
+from graphrun.report.command_lines import folded_command
 
 if TYPE_CHECKING:
     from graphrun.diffusers_.importing.imported import Imported
@@ -81,7 +83,7 @@ def imported_screen(imported: Imported, path: Path) -> str:
         lines.append(f"  {stage.name:{max(wide, 8)}} {stage.op:14} {', '.join(names)}")
     if layout.why:
         lines.append(f"  one stage: {layout.why}")
-    lines.append(f"next: graphrun plan {path} --vram 8G")
+    lines.append(folded_command(f"next: graphrun plan {path} --vram 8G", width()))
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ import typer
 
 from graphrun.cli.common import AsJson, app, cache_folder, echo, show
 from graphrun.cli.options import NoCache
+from graphrun.cli.terminal import width
 from graphrun.errors import InputError
 from graphrun.units import show_seconds, show_size
 
@@ -72,12 +73,12 @@ def _index() -> Any:
 
 @app.command()
 def doctor(no_cache: NoCache = False, as_json: AsJson = False) -> None:
-    """Show this machine: device, driver, library versions and their limitations, limits of memory and disk, caches."""
+    """Check this machine: device, driver, library versions, limits of memory and disk, caches. Each gets a verdict."""
     from graphrun.profile.doctor import examine
     from graphrun.report.machine_screens import doctor_screen
 
     found = examine(cache_folder(no_cache))
-    show(found, as_json, doctor_screen(found))
+    show(found, as_json, doctor_screen(found, width()))
 
 
 @app.command()

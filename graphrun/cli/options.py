@@ -28,7 +28,7 @@ Outputs = Annotated[
         "--output",
         "-o",
         help="The output file; or name=file, for one output. With --inputs a folder, or a pattern: out/{line:04d}-{seed}.png. "
-        "Default out/<graph>.png.",
+        "Default out/<graph>.png, then out/<graph>-2.png.",
         show_default=False,
     ),
 ]
@@ -44,7 +44,7 @@ Trust = Annotated[
         show_default=False,
     ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write outputs over files that are there.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite output files that exist.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="All figures.")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Neither read nor write the cache of dry runs, plans and outputs.")]
 

@@ -30,6 +30,7 @@ def run(
     graph: GraphFile,
     asked: Asked,
     prompt: Annotated[str | None, typer.Option(help="Short for --set prompt=...", show_default=False)] = None,
+    seed: Annotated[int | None, typer.Option(help="Short for --set seed=...; one seed, one output.", show_default=False)] = None,
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Random weights instead of the graph's source.")] = False,
     output: Outputs = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="Save the plan to this file.", show_default=False)] = None,
@@ -61,8 +62,11 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Run a graph or a saved plan and show planned and measured numbers; or run a graph for every line of a file."""
-    if prompt is not None:
-        asked = replace(asked, set_=[*(asked.set_ or []), f"prompt={prompt}"])
+    for name, value in (("prompt", prompt), ("seed", seed)):
+        if value is not None:
+            if name in asked.inputs:
+                raise InputError(f"--{name} {value} and --set {name}={asked.inputs[name]}: leave one of them out")
+            asked = replace(asked, set_=[*(asked.set_ or []), f"{name}={value}"])
     told, what = None if as_json else say, checked_reuse(reuse)
     cache = cache_folder(asked.no_cache)
     if objective is not None and cluster is None:

@@ -61,13 +61,33 @@ def stopping(tell: Callable[[str], None] | None) -> Iterator[Stop]:
 
 
 def files_for(
-    graph: Graph, output: list[str] | None, inputs: Mapping[str, Any], *, overwrite: bool, of_list: bool = False
+    graph: Graph,
+    output: list[str] | None,
+    inputs: Mapping[str, Any],
+    *,
+    overwrite: bool,
+    of_list: bool = False,
+    resume: bool = False,
 ) -> Files:
-    """The files for the outputs of ``graph`` with ``inputs``, or of a list of requests (`output_files`). Raises InputError where
-    they cannot be written, or are there and not to be overwritten."""
-    files = output_files(output or (), graph.kinds(), Path("out") / graph.name, overwrite=overwrite, of_list=of_list)
+    """The files for the outputs of ``graph`` with ``inputs``, or of a list of requests (`output_files`). ``resume``: files whose
+    `state_folder` exists may be overwritten.
+
+    Raises InputError where files cannot be written, or were named by ``output``, exist and are not to be overwritten.
+    """
+
+    def resumes(files: Files) -> bool:
+        return resume and state_folder(files).exists()
+
+    default = Path("out") / graph.name
+    files = output_files(output or (), graph.kinds(), default, overwrite=overwrite, of_list=of_list, resumes=resumes)
     refuse_rate(files, graph, inputs)
     return files
+
+
+def state_folder(files: Files) -> Path:
+    """The folder beside the first of ``files`` with the state that ``--resume`` saves."""
+    first = next(iter(files.values()))
+    return first.parent / f".{first.stem}.resume"
 
 
 def refuse_rate(files: Files, graph: Graph, inputs: Mapping[str, Any]) -> None:

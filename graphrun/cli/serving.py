@@ -16,6 +16,7 @@ from graphrun.cli.common import app, budgeted, cache_folder, checked_reuse, hard
 from graphrun.cli.options import Asked, Reuse, shared
 from graphrun.cli.placing import ClusterFile, cluster_of
 from graphrun.errors import InputError
+from graphrun.extras import install_command
 from graphrun.limits import LIMITS
 from graphrun.model.problem import Hardware
 from graphrun.units import parse_seconds, parse_size
@@ -68,7 +69,7 @@ def serve(
 ) -> None:
     """Serve graphs that make pictures over HTTP: OpenAI's images API, jobs, metrics, and a page (docs/serving.md)."""
     if missing := [name for name in ("fastapi", "uvicorn", "prometheus_client", "python_multipart") if find_spec(name) is None]:
-        raise InputError(f"{', '.join(missing)} not installed: pip install 'graphrun[serve]'")
+        raise InputError(f"{', '.join(missing)} not installed: {install_command('serve')}")
     from graphrun.profile.host_ram import ram_budget
     from graphrun.profile.several import per_device
     from graphrun.serve.keys import read_keys
@@ -92,7 +93,7 @@ def serve(
         if cluster is not None:
             devices, hardware = cluster_of(cluster, asked), tuple[Hardware, ...]()
             if find_spec("ray") is None:
-                raise InputError("--cluster runs on Ray, which is not installed: pip install 'graphrun[cluster]'")
+                raise InputError(f"--cluster runs on Ray, which is not installed: {install_command('cluster')}")
             budgets = {name: asked.estimate_arguments[name] for name in ("allow", "keep", "exclude", "pin", "reserve")}
         else:
             several, devices = per_device(asked.vram, asked.hardware, asked.device), None

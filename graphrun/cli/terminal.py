@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 COLOURS = (
     ("bold green", r"(?m)^(?:fits: yes|done|ok|ready)\b"),
     ("bold red", r"(?m)^(?:fits: no|infeasible)\b|the plan was BROKEN|does not fit\b"),
-    ("cyan", r"(?m)(?<=: )graphrun .*$"),
+    ("cyan", r"(?m)(?<=: )graphrun (?:.*\\\n)*.*$"),
     ("bold", r"(?m)^ (?:#|phase|slot|component|budget) .*$"),
     ("green", "█+"),
     ("yellow", "▒+"),

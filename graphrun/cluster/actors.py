@@ -26,6 +26,7 @@ from graphrun.cluster.place import place
 from graphrun.cluster.placement import Assignment, Objective, Placement
 from graphrun.cluster.worker import LostValue, Report, Visit, Worker
 from graphrun.errors import DeviceLost, InputError
+from graphrun.extras import install_command
 from graphrun.graph.graph import Graph
 from graphrun.graph.settings import settings_of
 
@@ -64,7 +65,7 @@ def _imported() -> Any:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         import ray.util.scheduling_strategies
     except ImportError:
-        raise InputError("--cluster runs on Ray, which is not installed: pip install 'graphrun[cluster]'") from None
+        raise InputError(f"--cluster runs on Ray, which is not installed: {install_command('cluster')}") from None
     return ray
 
 

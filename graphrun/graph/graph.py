@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from graphrun.errors import InputError
 from graphrun.graph import media
 from graphrun.graph.ops import Operation, operation
-from graphrun.graph.values import Input, did_you_mean, fit
+from graphrun.graph.values import Input, did_you_mean, fit, strings
 from graphrun.limits import require
 from graphrun.reading import opened
 
@@ -351,7 +351,7 @@ class Graph:
         """
         own = self.directives
         pairs = ((own.keep, keep), (own.exclude, exclude), (own.pin, pin))
-        kept, excluded, pinned = (tuple(dict.fromkeys((*mine, *more))) for mine, more in pairs)
+        kept, excluded, pinned = (tuple(dict.fromkeys((*mine, *strings(more)))) for mine, more in pairs)
         problems = [
             f"{verb} {name}: no such component{did_you_mean(name, self.components)}"
             for verb, names in (("keep", kept), ("exclude", excluded), ("pin", pinned))
@@ -373,7 +373,7 @@ class Graph:
         options = {stage.permission(option) or "" for stage in self.stages for option in stage.options} - {""}
         compiled = {"compile"} if any(component.compile for component in self.components.values()) else set[str]()
         known = sorted({*precisions, *options, *compiled, "cpu"})
-        asked = [name.strip() for text in names for name in text.split(",")]
+        asked = [name.strip() for text in strings(names) for name in text.split(",")]
         if unknown := [name for name in asked if name not in known and name != "precision"]:
             raise InputError(f"allow {', '.join(unknown)}: this graph knows {', '.join((*known, 'precision'))}")
         return tuple(sorted({*asked, *(precisions if "precision" in asked else ())} - {"precision"}))
@@ -403,7 +403,7 @@ class Graph:
 
         All inputs stay. Raises InputError where there is no such stage, or no stage would remain.
         """
-        stages, done = {stage.name: stage for stage in self.stages}, set(names)
+        stages, done = {stage.name: stage for stage in self.stages}, set(strings(names))
         if unknown := sorted(done - stages.keys()):
             raise InputError(f"precomputed {unknown[0]}: no such stage{did_you_mean(unknown[0], stages)}")
         if not done:

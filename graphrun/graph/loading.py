@@ -35,7 +35,7 @@ from graphrun.graph.schema import (
 )
 from graphrun.graph.shape import spec_of
 from graphrun.graph.shipped import graph_file
-from graphrun.graph.values import Input, did_you_mean, fit, of_type, outside, to_trust
+from graphrun.graph.values import Input, did_you_mean, fit, of_type, outside, strings, to_trust
 from graphrun.limits import require
 from graphrun.reading import inside
 from graphrun.units import parse_size
@@ -72,7 +72,7 @@ def load(path: str | Path, trust: Iterable[str] = (), source: str | None = None)
         document.data.pop("revision", None)
         document.data["source"] = given
     spec = spec_of(GraphSpec, document)
-    graph = _Reader(document, spec, tuple(sorted(set(trust)))).read()
+    graph = _Reader(document, spec, tuple(sorted(set(strings(trust))))).read()
     document.raise_if_any()
     return graph
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
+from graphrun.graph.values import strings
+
 Kind = Literal["str", "int", "float", "bool", "embeds", "latents", "image", "mask", "video", "audio", "tensor", "any"]
 
 # Kinds that a graph file or a run's inputs may hold as plain values; the others only pass between stages.
@@ -138,7 +140,7 @@ def op(*, changes: Collection[str] = ()) -> Callable[[Function], Function]:
     """
 
     def declare(function: Function) -> Function:
-        setattr(function, DECLARED, frozenset(changes))
+        setattr(function, DECLARED, frozenset(strings(changes)))
         return function
 
     return declare

@@ -48,6 +48,11 @@ class Input:
         return list(value) if self.type == "video" or isinstance(value, list) else [value]
 
 
+def strings(value: str | Iterable[str]) -> tuple[str, ...]:
+    """The strings in ``value``; a string counts as one item."""
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``"; did you mean 'height'?"`` for a similar known name, else ``"; known are 'a', 'b'"`` for at most 12 names, else ""."""
     names = sorted(known)

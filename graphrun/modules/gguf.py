@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 import torch
 
 from graphrun.errors import GraphError, InputError
+from graphrun.extras import install_command
 from graphrun.modules.source_files import Stored, broken, refuse_overflow
 from graphrun.reading import opened
 
@@ -41,7 +42,7 @@ def gguf_tensors(file: Path, where: str) -> tuple[Stored, ...]:
     try:
         import gguf
     except ImportError as error:
-        raise GraphError("precision gguf needs the package gguf: pip install graphrun[gguf]", where) from error
+        raise GraphError(f"precision gguf needs the package gguf: {install_command('gguf')}", where) from error
     sizes = {int(kind): (kind.name, *size) for kind, size in gguf.GGML_QUANT_SIZES.items()}
     known = _PLAIN.keys() | quantized_types().keys()
     try:

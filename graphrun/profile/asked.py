@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph, Reference
-from graphrun.graph.values import did_you_mean
+from graphrun.graph.values import did_you_mean, strings
 from graphrun.modules.precisions import QUANTIZED
 
 DTYPES = {
@@ -33,7 +33,7 @@ def in_precision(graph: Graph, texts: Iterable[str]) -> tuple[Graph, dict[str, s
     precision or a format that of all for which the graph lists a quantized precision. Raises InputError for anything else.
     """
     components, formats = dict(graph.components), dict[str, str]()
-    for text in texts:
+    for text in strings(texts):
         named, _, asked = text.rpartition("=")
         precision = DTYPES.get(asked, asked)
         known = [*DTYPES, *QUANTIZED, *FORMATS]
@@ -75,7 +75,7 @@ def options_by_stage(graph: Graph, texts: Iterable[str]) -> dict[str, str]:
     """The stage options in ``texts``, ``STAGE=OPTION`` each, by stage. Raises InputError for an unknown stage or option."""
     found = {}
     stages = {stage.name: stage for stage in graph.stages}
-    for text in texts:
+    for text in strings(texts):
         name, _, option = text.partition("=")
         if name not in stages:
             raise InputError(f"option {text}: no such stage{did_you_mean(name, stages)}; write STAGE=OPTION")

@@ -1,4 +1,4 @@
-"""Reports what graphrun finds on this machine and what of it is unsupported. Measures nothing: `calibrate` does.
+"""Checks this machine for what graphrun needs: a verdict for each thing, and what to type. Measures nothing: `calibrate` does.
 
 Returns plain data; `graphrun.report.machine_screens` formats it.
 """
@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import psutil
 
+from graphrun.extras import install_command
 from graphrun.files import Store
 from graphrun.profile import hardware
 from graphrun.profile import hardware_profiles as profiles
@@ -58,20 +59,28 @@ WITHOUT = {
     "accelerate": "large components take twice their memory while they are read",
     "bitsandbytes": "no nf4 and no int8 components",
 }
+PLAN_ANYWAY = "graphrun plan flux-dev --hardware rtx4090 --vram 8G --ram 64G"
+TORCH_BUILDS = "https://pytorch.org/get-started/locally"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The verdict on one thing. ``note``: it limits something, or is missing and not needed. ``fix``: what to type or
+    do, or empty."""
+
+    name: str
+    verdict: Literal["ok", "note", "problem"]
+    text: str
+    fix: str = ""
 
 
 def examine(cache: Path | None) -> dict[str, Any]:
-    """Everything that was found, JSON-ready: device, versions, memory, disk, cache, and ``problems``, texts for the user to
-    act on."""
+    """Everything that was found, JSON-ready: device, versions, memory, disk, cache, and ``checks``, a `Check` for each.
+    ``problems``: the texts of those that are a problem."""
     versions = [about(name, _version(name)) for name in WITHOUT]
     device, memory, disk = _device(), _memory(), _disk(cache)
-    problems = [
-        *(f"{item['name']} {item['version'] or 'is not installed'}: {text}" for item in versions for text in item["breaks"]),
-        *device.pop("problems"),
-        *_memory_problems(memory, device),
-    ]
     store = Store(cache).entries() if cache is not None else []
-    return {
+    found = {
         "python": sys.version.split()[0],
         "platform": sys.platform,
         "device": device,
@@ -85,19 +94,49 @@ def examine(cache: Path | None) -> dict[str, Any]:
             "nbytes": sum(path.stat().st_size for path in store if path.is_file()),
         },
         "profiles": list(profiles.kept(cache)),
-        "problems": problems,
     }
+    checks = list(_checks(found))
+    problems = [f"{check.name}: {check.text}" for check in checks if check.verdict == "problem"]
+    return {**found, "checks": [asdict(check) for check in checks], "problems": problems}
+
+
+def _checks(found: Mapping[str, Any]) -> Iterator[Check]:
+    yield Check("python", "ok", f"{found['python']} on {found['platform']}")
+    yield device_check(found["device"])
+    if (card := found["device"]["card"]) is not None and float(card["capability"]) < 8:
+        text = f"{card['name']} (compute capability {card['capability']}) has no bfloat16 units: use float16"
+        yield Check("bfloat16", "problem", text, "write dtype: float16 for each component of the graph file")
+    if found["device"]["sim"]:
+        yield Check("simulated", "ok", "--device sim works")
+    else:
+        text = "--device sim does not work: torch has no Python devices, or another backend uses PrivateUse1"
+        yield Check("simulated", "problem", text, f"pip install -U 'torch>={RULES[0].since}'")
+    yield from memory_checks(found["memory"], card=card is not None)
+    yield from map(_disk_check, found["disk"])
+    yield _cache_check(found["cache"])
+    yield from _profile_checks(found["profiles"], card=card is not None)
+    yield from (_precision_check(name, of) for name, of in found["precisions"].items())
+    yield from map(_version_check, found["versions"])
 
 
 def about(name: str, installed: str | None) -> dict[str, Any]:
-    """What version ``installed`` of the package ``name`` supports (``allows``) and does not (``breaks``). None: it is not
-    installed."""
-    if installed is None:
-        return {"name": name, "version": None, "allows": [], "breaks": [WITHOUT[name]]}
+    """What version ``installed`` of the package ``name`` supports (``allows``) and does not (``breaks``); ``needs``: the version
+    that supports everything. None: it is not installed."""
     rules = [rule for rule in RULES if rule.package == name]
+    needs = rules[-1].since
+    if installed is None:
+        return {"name": name, "version": None, "allows": [], "breaks": [WITHOUT[name]], "needs": needs}
     allows = [rule.provides for rule in rules if new_enough(installed, rule.since)]
     breaks = [f"{rule.before} (needs {rule.since})" for rule in rules if not new_enough(installed, rule.since)]
-    return {"name": name, "version": installed, "allows": allows, "breaks": breaks}
+    return {"name": name, "version": installed, "allows": allows, "breaks": breaks, "needs": needs}
+
+
+def _version_check(package: Mapping[str, Any]) -> Check:
+    version_text = package["version"] or "not installed"
+    if not package["breaks"]:
+        return Check(package["name"], "ok", f"{version_text}: {'; '.join(package['allows'])}")
+    fix = f"pip install -U '{package['name']}>={package['needs']}'"
+    return Check(package["name"], "problem", f"{version_text}: {'; '.join(package['breaks'])}", fix)
 
 
 def _version(name: str) -> str | None:
@@ -108,35 +147,63 @@ def _version(name: str) -> str | None:
 
 
 def _device() -> dict[str, Any]:
-    """The CUDA device, its driver, and whether the simulated accelerator works here."""
+    """The device that torch opens, its driver, what torch is built for, signs of a card, and whether the simulated accelerator
+    works here."""
     import torch
 
     from graphrun import sim
 
-    problems = []
-    nodes = [node for node in hardware.DEVICE_NODES if Path(node).exists()]
     found = hardware.found()
-    if found is None and nodes:
-        why = "this torch is built for the CPU" if torch.version.cuda is None else "torch cannot open it: is the driver new enough?"
-        problems.append(f"there is a device ({', '.join(nodes)}), and {why}")
-    if not sim.available():
-        problems.append(
-            "the simulated accelerator is not available: torch is too old for Python devices, or another backend uses PrivateUse1"
-        )
     card: dict[str, Any] | None = None
     if found is not None:
         free_bytes, total_bytes = torch.cuda.mem_get_info(0)
         major, minor = torch.cuda.get_device_capability(0)
         card = {**asdict(found), "free_bytes": free_bytes, "total_bytes": total_bytes, "capability": f"{major}.{minor}"}
-        if (major, minor) < (8, 0):
-            problems.append(f"{found.name} (compute capability {major}.{minor}) has no bfloat16 units: use float16")
+    tool = shutil.which("nvidia-smi")
     return {
         "card": card,
         "driver": driver(),
         "cuda": torch.version.cuda,
+        "build": torch_build(torch.version),
+        "signs": [*(node for node in hardware.DEVICE_NODES if Path(node).exists()), *([tool] if tool else [])],
         "sim": sim.available(),
-        "problems": problems,
     }
+
+
+def torch_build(versions: Any) -> str:
+    """What torch is built for, by `torch.version`: ``CUDA 12.8``, ``ROCm 6.4``, ``XPU 2025``, or ``the CPU``."""
+    for attribute, name in (("hip", "ROCm"), ("xpu", "XPU"), ("cuda", "CUDA")):
+        if number := getattr(versions, attribute, None):
+            return f"{name} {number}"
+    return "the CPU"
+
+
+def device_check(device: Mapping[str, Any]) -> Check:
+    """Whether torch opens a device. Where it does not although there are signs of a card: why, and what to install or try."""
+    build, card, signs = device["build"], device["card"], device["signs"]
+    if card is not None:
+        free = f"{show_size(card['free_bytes'])} of {show_size(card['total_bytes'])} free"
+        driver_text = f"driver {device['driver']}, " if device["driver"] else ""
+        return Check("device", "ok", f"{card['name']}, {free}, compute capability {card['capability']}, {driver_text}{build}")
+    if not signs:
+        ignored = ", whose devices graphrun does not use" if build.startswith("XPU") else ""
+        return Check("device", "note", f"no CUDA device; this torch is built for {build}{ignored}", PLAN_ANYWAY)
+    kinds = _kinds_of_card(signs)
+    if build.partition(" ")[0] not in kinds:
+        fix = f"install torch for {' or '.join(kinds)}: {TORCH_BUILDS}"
+        return Check("device", "problem", f"there is a device ({', '.join(signs)}), and this torch is built for {build}", fix)
+    text = f"there is a device ({', '.join(signs)}), and torch, built for {build}, cannot open it"
+    if build.startswith("ROCm"):
+        text += ": may this user open it? Log in again afterwards"
+        return Check("device", "problem", text, "sudo usermod -aG render,video $USER")
+    return Check("device", "problem", f"{text}: is the driver new enough?", "nvidia-smi")
+
+
+def _kinds_of_card(signs: Sequence[str]) -> tuple[str, ...]:
+    """The builds of torch that open the card with these ``signs``."""
+    if all(sign == "/dev/dxg" for sign in signs):  # of Windows' subsystem for Linux, which does not say whose card it is
+        return "CUDA", "ROCm"
+    return ("ROCm",) if all(sign in ("/dev/kfd", "/dev/dxg") for sign in signs) else ("CUDA",)
 
 
 def driver(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
@@ -160,19 +227,27 @@ def _memory() -> dict[str, Any]:
     }
 
 
-def _memory_problems(memory: Mapping[str, Any], device: Mapping[str, Any]) -> list[str]:
-    problems = []
-    pinned = memory["pinned_limit_bytes"]
-    if device["card"] is not None and pinned is not None and pinned < memory["usable_bytes"] // 2:
-        text = (
-            f"this process may lock {show_size(pinned)} of memory (ulimit -l); raise it if a run reports that pinning was refused"
-        )
-        problems.append(text)
-    for limit in memory["limits"][:1]:
+def memory_checks(memory: Mapping[str, Any], *, card: bool) -> Iterator[Check]:
+    """RAM, swap, the limits of cgroups and of page-locked memory. ``card``: there is a device that copies from locked pages."""
+    usable, available, total, swap = (show_size(memory[f"{name}_bytes"]) for name in ("usable", "available", "total", "swap"))
+    yield Check("RAM", "ok", f"{usable} for --ram auto, {available} of {total} available")
+    yield Check("swap", "ok", f"{swap}: ignored")
+    for limit in memory["limits"]:
+        text = f"v{limit['version']}: {show_size(limit['nbytes'])} ({show_size(limit['used_bytes'])} used) {limit['path']}"
         if limit["nbytes"] < memory["total_bytes"]:
-            left = f"--ram auto uses what is left of it, now {show_size(memory['usable_bytes'])}"
-            problems.append(f"{limit['path']} limits this process to {show_size(limit['nbytes'])}: {left}")
-    return problems
+            yield Check("cgroup", "note", f"{text}; --ram auto uses what is left of it")
+        else:
+            yield Check("cgroup", "ok", text)
+    if not memory["limits"]:
+        yield Check("cgroup", "ok", "no limit")
+    pinned = memory["pinned_limit_bytes"]
+    if pinned is None:
+        yield Check("pinned", "ok", "no limit")
+    elif card and pinned < memory["usable_bytes"] // 2:
+        text = f"this process may lock {show_size(pinned)}; raise it if a run reports that pinning was refused"
+        yield Check("pinned", "note", text, "ulimit -l unlimited")
+    else:
+        yield Check("pinned", "ok", f"{show_size(pinned)} (RLIMIT_MEMLOCK)")
 
 
 def _disk(cache: Path | None) -> list[dict[str, Any]]:
@@ -183,3 +258,29 @@ def _disk(cache: Path | None) -> list[dict[str, Any]]:
         usage = shutil.disk_usage(existing)
         found.append({"folder": str(folder), "free_bytes": usage.free, "total_bytes": usage.total, "low": usage.free < 2 * GIB})
     return found
+
+
+def _disk_check(disk: Mapping[str, Any]) -> Check:
+    text = f"{show_size(disk['free_bytes'])} free at {disk['folder']}"
+    return Check("disk", "problem", text, "graphrun cache rm --all") if disk["low"] else Check("disk", "ok", text)
+
+
+def _cache_check(cache: Mapping[str, Any]) -> Check:
+    if cache["folder"] is None:
+        return Check("cache", "note", "off (--no-cache)")
+    return Check("cache", "ok", f"{cache['entries']} entries, {show_size(cache['nbytes'])} in {cache['folder']}")
+
+
+def _profile_checks(names: Sequence[str], *, card: bool) -> Iterator[Check]:
+    yield from (Check("profile", "ok", name) for name in names)
+    if card and not names:
+        yield Check("profile", "note", "none: seconds are data-sheet estimates until this card is measured", "graphrun calibrate")
+
+
+def _precision_check(name: str, of: Mapping[str, Any]) -> Check:
+    if not of["available"]:
+        fix = install_command("gguf") if name == "gguf" else ""
+        return Check(name, "note", f"unavailable: {of['reason']}", fix)
+    may = {"movable": "moves", "streamable": "is streamed by blocks", "disk_able": "may stay on disk"}
+    text = ", ".join(text for key, text in may.items() if of[key])
+    return Check(name, "ok", text) if text else Check(name, "note", of["reason"])

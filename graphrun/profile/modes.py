@@ -23,7 +23,7 @@ from torch import nn
 
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
-from graphrun.graph.values import did_you_mean
+from graphrun.graph.values import did_you_mean, strings
 from graphrun.model.problem import Hardware
 from graphrun.modules.classes import pipeline_class
 from graphrun.profile.asked import FORMATS
@@ -56,11 +56,11 @@ def mode(
     """The mode called ``name``. Raises InputError for an unknown one, and for components that ``graph`` does not have."""
     if name not in MODES:
         raise InputError(f"mode {name!r} is not known{did_you_mean(name, MODES)}: it is one of {', '.join(MODES)}")
-    for option, names in (("keep", tuple(keep)), ("cpu", tuple(cpu))):
+    for option, names in (("keep", strings(keep)), ("cpu", strings(cpu))):
         for component in names:
             if component not in graph.components:
                 raise InputError(f"{option} {component}: no such component{did_you_mean(component, graph.components)}")
-    return Mode(name, dict(formats), tuple(keep), tuple(cpu), pinned)
+    return Mode(name, dict(formats), strings(keep), strings(cpu), pinned)
 
 
 def weight_bytes(graph: Graph, name: str, module: nn.Module, formats: Mapping[str, str]) -> int:

@@ -16,9 +16,10 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -87,20 +88,33 @@ def _filled(path: Path, field: re.Match[str], values: Mapping[str, Any]) -> str:
     return text if not isinstance(value, str) else re.sub(r"[^\w.-]+", "-", text).strip("-.")[:LONGEST_TEXT]
 
 
-def refuse_there(files: Files, kinds: Mapping[str, str]) -> None:
+def refuse_existing(files: Files, kinds: Mapping[str, str]) -> None:
     """Raises InputError where a run that writes ``files`` would overwrite something."""
-    if there := next(_already_there(files, kinds), None):
-        raise InputError(f"{there}: is there already: add --overwrite, or name another file with -o")
+    if (path := next(_existing(files, kinds), None)) is not None:
+        raise InputError(f"{path} already exists; add --overwrite")
 
 
 def output_files(
-    asked: Sequence[str], kinds: Mapping[str, str], default: Path, *, overwrite: bool = True, of_list: bool = False
+    asked: Sequence[str],
+    kinds: Mapping[str, str],
+    default: Path,
+    *,
+    overwrite: bool = True,
+    of_list: bool = False,
+    resumes: Callable[[Files], bool] = lambda files: False,
 ) -> Files:
     """The output files for outputs of ``kinds`` (name -> kind). ``of_list``: a folder gets files of each request (`named`).
 
-    ``asked``: a path, or ``name=path`` for each output; empty: ``default`` with the kinds' suffix. Raises InputError for an unknown
-    name or suffix, a suffix that does not fit the kind, a path that cannot be written, and unless ``overwrite`` one that is there.
+    ``asked``: a path, or ``name=path`` for each output; empty: ``default`` with the kinds' suffix, numbered from 2 where it
+    exists (``a.png``, ``a-2.png``). ``resumes``: whether a run that writes these files resumes one, and so may overwrite them.
+
+    Raises InputError for an unknown name or suffix, a suffix that does not fit the kind, a path that cannot be written, and unless
+    ``overwrite`` one in ``asked`` that exists.
     """
+
+    def is_free(files: Files) -> bool:
+        return overwrite or resumes(files) or next(_existing(files, kinds), None) is None
+
     files: dict[str, Path] = {}
     for text in asked:
         name, equals, path = text.partition("=")
@@ -116,16 +130,22 @@ def output_files(
         files[name] = _suited(name, kinds[name], Path(path)) if name else _known(Path(path))
     if len(set(files.values())) < len(files):
         raise InputError("-o: two outputs have the same file")
-    if not files and {"image", "video"} <= set(kinds.values()):
-        files = {name: default.with_name(f"{default.name}-{name}{_suffixes(kind)[0]}") for name, kind in kinds.items()}
-    elif not files:
-        files = {"": default.with_name(default.name + _first_suffix(kinds))}
+    if not files:
+        names = (f"{default.name}-{number}" if number > 1 else default.name for number in count(1))
+        files = next(filter(is_free, (_default_files(kinds, default.with_name(name)) for name in names)))
     for to in () if of_list else files.values():
         _refuse_foreign(to)
     require_writable(*files.values())
-    if not overwrite:
-        refuse_there(files, kinds)
+    if not is_free(files):
+        refuse_existing(files, kinds)
     return files
+
+
+def _default_files(kinds: Mapping[str, str], path: Path) -> dict[str, Path]:
+    """One file for all outputs, ``path`` with a suffix; a file for each output where pictures and videos are among them."""
+    if {"image", "video"} <= set(kinds.values()):
+        return {name: path.with_name(f"{path.name}-{name}{_suffixes(kind)[0]}") for name, kind in kinds.items()}
+    return {"": path.with_name(path.name + _first_suffix(kinds))}
 
 
 def require_rate(files: Files, fps: float | None) -> None:
@@ -135,7 +155,7 @@ def require_rate(files: Files, fps: float | None) -> None:
         raise InputError(f"{video}: {fps:g} frames per second; a video file holds {SLOWEST_FPS:g} to {FASTEST_FPS:g}")
 
 
-def _already_there(files: Files, kinds: Mapping[str, str]) -> Iterator[Path]:
+def _existing(files: Files, kinds: Mapping[str, str]) -> Iterator[Path]:
     """What a run could overwrite: the files, numbered ones such as ``a-3.png``, and what is saved beside a file for all outputs."""
     for name, path in files.items():
         beside = (

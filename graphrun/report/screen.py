@@ -11,6 +11,7 @@ from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem
 from graphrun.model.simulation import Simulation, SlotReport
 from graphrun.model.solution import Solution
 from graphrun.model.splits import computing_on
+from graphrun.report.command_lines import folded_command
 from graphrun.report.summary import broken_caps, directives, figures
 from graphrun.report.table import Units, table
 from graphrun.report.verdicts import done, fits
@@ -30,8 +31,13 @@ class Look:
     then: str = ""
 
     def first(self, verdict: str) -> str:
-        """The first lines: ``verdict``, and the next command, which is not folded since it is to be copied."""
-        return "\n".join((self.folded(verdict), *([self.then] if self.then else [])))
+        """The first lines: ``verdict``, and the next command."""
+        return "\n".join((self.folded(verdict), *self.next_lines))
+
+    @property
+    def next_lines(self) -> list[str]:
+        """The next command, folded so that it can be copied; nothing without one."""
+        return [folded_command(self.then, self.width)] if self.then else []
 
     def folded(self, *lines: str) -> str:
         """``lines`` folded at the width."""

@@ -7,13 +7,16 @@ frontier      predicted time against budget (text, JSON, SVG), and the largest v
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from html import escape
+from itertools import zip_longest
 from typing import Any
 
 from graphrun.model.problem import Hardware, Problem
 from graphrun.model.solution import Solution
+from graphrun.report.command_lines import folded_options
 from graphrun.report.precisions import measured
 from graphrun.report.screen import Look, listed, proof, streams_of, subject, terms
 from graphrun.report.summary import directives, figures
@@ -22,8 +25,8 @@ from graphrun.report.table import Units, table
 from graphrun.solve.alternatives import Alternative
 from graphrun.solve.frontier import Point
 from graphrun.solve.infeasible import Infeasible
-from graphrun.solve.repairs import Repair
-from graphrun.units import show_seconds, show_size, typed_size
+from graphrun.solve.repairs import Repair, sizes_in, typed_value
+from graphrun.units import show_seconds, show_size
 
 # What each directive of `graphrun.solve.alternatives` means for a component; "": the plan itself.
 TITLES = {
@@ -40,7 +43,7 @@ def infeasible_screen(error: Infeasible, look: Look | None = None) -> str:
     look = look or Look()
     budgets = f"{show_size(error.budget_bytes)} of VRAM and {show_size(error.ram_bytes)} of RAM"
     verdict = f"fits: no. No plan runs {error.graph} on {error.hardware} within {budgets}; {error.binding} binds"
-    lines = [look.first(verdict), *_directives(error.problem), ""]
+    lines = [look.first(verdict), *map(look.folded, _directives(error.problem)), ""]
     if error.needs:
         units = Units(max(need.total_bytes for need in error.needs))
         rows = [["phase", "weights", "ring", "activation", "values", "least", "have"]]
@@ -54,13 +57,16 @@ def infeasible_screen(error: Infeasible, look: Look | None = None) -> str:
         units = Units(error.smallest_ram_bytes)
         rows = [units.row(*row) for row in (*error.host_bytes, ("at one time", error.smallest_ram_bytes))]
         lines += [table([["minimum in RAM", units.size], *rows], left=(0,)), ""]
-    lines += [f"{_smallest_title(error.problem)}: {_smallest(error)}", "what helps, by predicted time, changes of the output last:"]
+    lines += [
+        look.folded(f"{_smallest_title(error.problem)}: {_smallest(error)}"),
+        "what helps, by predicted time, changes of the output last:",
+    ]
     return "\n".join([*lines, *_helping(error.repairs, error.capacity_bytes, look)])
 
 
 def advice_screen(solution: Solution, found: Sequence[Repair], look: Look) -> str:
     """What would make a slow plan faster."""
-    title = "this mostly waits; what would help, seconds of a run, changes of the output last:"
+    title = look.folded("mostly waiting; what would help, seconds of a run, changes of the output last:")
     return "\n".join([title, *_helping(found, solution.problem.hardware.capacity_bytes, look, texts=True)])
 
 
@@ -68,12 +74,12 @@ def _helping(repairs: Sequence[Repair], capacity_bytes: int, look: Look, texts: 
     """A table of what can be typed, then the others. ``texts``: what each is in words."""
 
     def words(repair: Repair) -> str:
-        files = ", from files that hold it so" * (("--source", "FOLDER") in repair.change)
+        files = ", from a checkpoint already in that precision" * (("--source", "FOLDER") in repair.change)
         return f"changes the output{files}" if repair.changes_output else repair.text * texts
 
     options = {repair: typed(repair, capacity_bytes) for repair in repairs}
-    if rows := [[of, show_seconds(repair.seconds), words(repair)] for repair, of in options.items() if of]:
-        yield table(rows, left=(0, 2))
+    if rows := [(of, show_seconds(repair.seconds), words(repair)) for repair, of in options.items() if of]:
+        yield table(list(_folded_rows(rows, look.width)), left=(0, 2))
     for repair, of in options.items():
         if repair.change and not of:
             yield look.folded(f" {repair.text}: {show_seconds(repair.seconds)}")
@@ -81,27 +87,25 @@ def _helping(repairs: Sequence[Repair], capacity_bytes: int, look: Look, texts: 
     yield from map(look.folded, measured(allowed))
 
 
-SIZES = ("--vram", "--ram", "--pinned", "--disk")  # options that are sizes of which more is enough too
+def _folded_rows(rows: Sequence[tuple[str, str, str]], width: int) -> Iterator[tuple[str, str, str]]:
+    """``rows`` of options, seconds and words, each over several lines where it is wider than ``width``."""
+    seconds_columns = max(len(seconds) for _, seconds, _ in rows)
+    options = [folded_options(typed_options, width - seconds_columns - WORDS_COLUMNS - 5) for typed_options, _, _ in rows]
+    words_columns = width - seconds_columns - max(len(line) for lines in options for line in lines) - 5  # 5: between columns
+    for lines, (_, seconds, words) in zip(options, rows, strict=True):
+        yield from zip_longest(lines, [seconds], textwrap.wrap(words, words_columns), fillvalue="")
 
 
 def typed(repair: Repair, capacity_bytes: int) -> str:
     """The options to type for ``repair``, with rounded sizes; empty where options alone do not do: a directive left out, a second
     command, a larger device."""
     for option, value in repair.change:
-        if not value or option == "--until" or (option == "--vram" and _sizes(value)[0] > capacity_bytes):
+        if not value or option == "--until" or (option == "--vram" and sizes_in(value)[0] > capacity_bytes):
             return ""
-    return " ".join(f"{option} {_typed(_sizes(value)) if option in SIZES else value}" for option, value in repair.change)
+    return " ".join(f"{option} {typed_value(option, value)}" for option, value in repair.change)
 
 
-def _sizes(value: str) -> list[int]:
-    """Bytes of an option, one for each device."""
-    return [int(of.removesuffix("B")) for of in value.split(",")]
-
-
-def _typed(sizes: Iterable[int]) -> str:
-    return ",".join(map(typed_size, sizes))
-
-
+WORDS_COLUMNS = 25  # at least, of what a change means, beside its options
 # The bytes of a slot, as in `graphrun.model.least_memory.PhaseMinimum`.
 TERMS = ("weights_bytes", "ring_bytes", "activation_bytes", "values_bytes")
 
@@ -131,8 +135,8 @@ def _smallest(error: Infeasible) -> str:
 
 
 def _option(name: str, nbytes: int, problem: Problem) -> str:
-    typed = _typed(_sizes(problem.vram_option(nbytes) if name == "--vram" else str(nbytes)))
-    return f"{name} {typed} ({nbytes} bytes)"
+    value = problem.vram_option(nbytes) if name == "--vram" else str(nbytes)
+    return f"{name} {typed_value(name, value)} ({nbytes} bytes)"
 
 
 def infeasible_json(error: Infeasible) -> dict[str, Any]:
@@ -264,7 +268,7 @@ def frontier_screen(problem: Problem, swept: Swept, name: str = "", look: Look |
     return "\n".join(
         (
             *(_largest(swept, name) if name else _notes(problem, swept[0][1])),
-            *([look.then] if look.then else []),
+            *look.next_lines,
             "",
             look.folded(f"frontier {subject(problem, name)}"),
             f"hardware {problem.hardware.name} ({problem.hardware.basis})  RAM {show_size(problem.ram_bytes)}  cold run",

@@ -42,7 +42,7 @@ Spans = tuple[tuple[int, int], ...]  # byte ranges of a storage, ascending, apar
 
 
 class RaceError(GraphrunError):
-    """Two accesses of the same bytes in no certain order."""
+    """Two accesses of the same bytes in no certain order, found by `--check-ordering` on the simulated accelerator."""
 
     exit_code = 4
 

@@ -16,8 +16,8 @@ from graphrun.solve.least import (
     smallest_ram,
 )
 from graphrun.solve.pages import smallest_budget, with_pages_of_least
-from graphrun.solve.repairs import Repair, repairs_of
-from graphrun.units import show_size
+from graphrun.solve.repairs import Repair, python_arguments, repairs_of
+from graphrun.units import typed_size
 
 __all__ = ["Infeasible", "refusal", "smallest_budget", "smallest_disk", "smallest_pinned", "smallest_ram"]
 
@@ -69,17 +69,23 @@ class Infeasible(GraphrunError):
 
     def _message(self) -> str:
         lines = [
-            f"{need.phase} {need.part} needs {show_size(need.total_bytes)} = {show_size(need.weights_bytes)} fixed weights"
-            f" + {show_size(need.ring_bytes)} ring + {show_size(need.activation_bytes)} activation"
-            f" + {show_size(need.values_bytes)} values > {show_size(need.available_bytes)}"
+            f"{need.phase} {need.part} needs {typed_size(need.total_bytes)} = {typed_size(need.weights_bytes)} fixed weights"
+            f" + {typed_size(need.ring_bytes)} ring + {typed_size(need.activation_bytes)} activation"
+            f" + {typed_size(need.values_bytes)} values > {typed_size(need.available_bytes, down=True)}"
             for need in self.needs
         ]
         for tier in self.tiers:
             if tier.short and (tier.name != "VRAM" or not self.needs):
-                lines.append(f"it takes {show_size(tier.least_bytes)} > {show_size(tier.have_bytes)} of {tier.name}")
+                have = typed_size(tier.have_bytes, down=True)
+                lines.append(f"it takes {typed_size(tier.least_bytes)} > {have} of {tier.name}")
         if not lines:
             lines.append(f"{self.binding} leaves no variant to choose")
-        return "nothing fits: " + "; ".join(lines) + ". Do one of: " + "; ".join(map(str, self.repairs))
+        return "nothing fits: " + "; ".join(lines) + ". Do one of: " + "; ".join(map(self._suggestion, self.repairs))
+
+    def _suggestion(self, repair: Repair) -> str:
+        """A repair in words, after the arguments to type for it."""
+        arguments = python_arguments(repair, self.problem)
+        return f"{arguments}: {repair}" if arguments else str(repair)
 
 
 def _binding(problem: Problem, needs: tuple[PhaseMinimum, ...], tiers: tuple[Tier, ...]) -> str:

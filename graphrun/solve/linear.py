@@ -92,7 +92,7 @@ NODES, FEWEST_NODES = 1_000_000, 200
 GAP = 1e-6
 INTEGRALITY, ROUNDING_GAP = 1e-6, 3e-4  # distance from an integer; relative loss accepted for rounding
 ROUNDING_RANGE = 4.0  # layers: how far rounding may move a column from its fractional value
-OPTIONS = {"output_flag": False, "threads": 1}
+OPTIONS = {"threads": 1}
 # HiGHS's heuristics for a first solution: half of its time where solutions are easily found, a quarter of it where they are not.
 SEARCHES = ("mip_heuristic_run_feasibility_jump", "mip_heuristic_run_rens", "mip_heuristic_run_rins")
 ROUGH_GAP = 0.02  # relative gap of a first solution where one is hard to find
@@ -203,8 +203,17 @@ class MilpModel:
         return _run(lp, options | ({} if searched else dict.fromkeys(SEARCHES, False)), start)
 
 
+class _Quiet(highspy.Highs):  # type: ignore[misc]
+    """HiGHS without any output. Its constructor enables callbacks, which prints two lines from version 1.16 on, before an option
+    can be set from outside."""
+
+    def enableCallbacks(self) -> None:
+        self.setOptionValue("output_flag", False)
+        super().enableCallbacks()
+
+
 def _run(lp: highspy.HighsLp, options: Mapping[str, bool | int | float], start: MilpResult | None) -> MilpResult | None:
-    highs = highspy.Highs()
+    highs = _Quiet()
     for name, value in options.items():
         highs.setOptionValue(name, value)
     highs.passModel(lp)

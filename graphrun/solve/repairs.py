@@ -15,7 +15,7 @@ from graphrun.solve.least import ever_finer, has_usable_variants
 from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import stage_choices
 from graphrun.solve.search import SECONDS, choose
-from graphrun.units import show_size
+from graphrun.units import typed_size
 
 
 def predicted_seconds(problem: Problem) -> float | None:
@@ -39,6 +39,36 @@ class Repair:
 
     def __str__(self) -> str:
         return self.text
+
+
+SIZES = ("--vram", "--ram", "--pinned", "--disk")  # options that are sizes of which more is enough too
+
+
+def typed_value(option: str, value: str) -> str:
+    """The ``value`` of a change of ``option`` as one types it; sizes are rounded to what is enough too."""
+    if option not in (*SIZES, "--reserve"):
+        return value
+    return ",".join(typed_size(nbytes, down=option == "--reserve") for nbytes in sizes_in(value))
+
+
+def sizes_in(value: str) -> list[int]:
+    """Bytes in the value of an option, one for each device."""
+    return [int(size.removesuffix("B")) for size in value.split(",")]
+
+
+def python_arguments(repair: Repair, problem: Problem) -> str:
+    """The arguments of `graphrun.estimate` or `graphrun.attach` to change for ``repair``: ``vram="3.4G"``. Empty where arguments
+    alone are not enough: a directive left out, a second run, a larger device."""
+    values: dict[str, list[str]] = {}
+    for option, value in repair.change:
+        too_large = option == "--vram" and sizes_in(value)[0] > problem.hardware.capacity_bytes
+        if option not in (*SIZES, "--reserve", "--allow") or too_large:
+            return ""
+        values.setdefault(option.removeprefix("--"), []).append(typed_value(option, value))
+    if "allow" in values:
+        values["allow"] = [*problem.allow, *values["allow"]]
+    lists = {name: ", ".join(f'"{text}"' for text in texts) for name, texts in values.items()}
+    return ", ".join(f"{name}=[{text}]" if name == "allow" else f"{name}={text}" for name, text in lists.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +130,12 @@ def _budgets(problem: Problem, least: Mapping[str, int]) -> Iterator[Proposal]:
 def _device_text(problem: Problem, device: int) -> str:
     capacity = problem.hardware.capacity_bytes
     if device > capacity:
-        return f"use a device with {show_size(device)} or more: this one has {show_size(capacity)}"
+        return f"use a device with {typed_size(device)} or more: this one has {typed_size(capacity)}"
     return _raise("VRAM", problem.budget_bytes, device)
 
 
 def _raise(tier: str, have: int, want: int) -> str:
-    return f"raise the {tier} budget from {show_size(have)} to {want} bytes ({show_size(want)})"
+    return f"raise the {tier} budget from {typed_size(have, down=True)} to {typed_size(want)}"
 
 
 def permissions(problem: Problem) -> Iterator[Proposal]:
@@ -128,7 +158,7 @@ def _directives(problem: Problem, needs: Sequence[PhaseMinimum]) -> Iterator[Pro
     short = max((need.short_bytes for need in needs), default=0)
     if problem.reserve_bytes and 0 < short <= problem.reserve_bytes:
         lowered = problem.reserve_bytes - short
-        text = f"lower the reserve from {show_size(problem.reserve_bytes)} to {lowered} bytes ({show_size(lowered)})"
+        text = f"lower the reserve from {typed_size(problem.reserve_bytes)} to {typed_size(lowered, down=True)}"
         yield Proposal(text, (("--reserve", str(lowered)),), (replace(problem, reserve_bytes=lowered),))
     for directive in problem.directives:
         others = tuple(other for other in problem.directives if other != directive)
@@ -184,7 +214,9 @@ def _smaller_activation(problem: Problem, needs: Sequence[PhaseMinimum]) -> Iter
     limits = {need.phase: need.available_bytes - need.total_bytes + need.activation_bytes for need in needs}
     if not limits or any(limit <= 0 for limit in limits.values()):
         return
-    parts = [f"{need.phase} from {show_size(need.activation_bytes)} to {show_size(limits[need.phase])}" for need in needs]
+    parts = [
+        f"{need.phase} from {typed_size(need.activation_bytes)} to {typed_size(limits[need.phase], down=True)}" for need in needs
+    ]
     phases = tuple(_limit_activation(phase, limits.get(phase.name)) for phase in problem.phases)
     text = f"shrink the activation of {', '.join(parts)}: a smaller image, fewer images at once, tiling"
     yield Proposal(text, (), (replace(problem, phases=phases),), True)

@@ -373,5 +373,5 @@ def test_what_a_cluster_takes_the_place_of_is_refused_and_ray_is_asked_for(flux:
     with pytest.raises(InputError, match="objective 'fast' is not known"):
         graphrun.run_many(flux, ["a"], cluster=cluster_of(), objective="fast")  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(InputError, match=r"pip install 'graphrun\[cluster\]'"):
+    with pytest.raises(InputError, match=r"pip install -e '.*\[cluster\]'"):
         graphrun.run_many(flux, ["a"], cluster=cluster_of())

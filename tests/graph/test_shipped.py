@@ -40,15 +40,46 @@ def test_a_file_goes_before_a_name_and_a_folder_does_not(tmp_path: Path, monkeyp
         ("graphs/flux-dev.yaml", "graphrun's own graph is called flux-dev"),
         ("flux-dev.yaml", "graphrun's own graph is called flux-dev"),
         ("mine.yaml", "mine.yaml: no such file"),
+        ("FLUX.1-dev", "graphrun's own graph of black-forest-labs/FLUX.1-dev is called flux-dev"),
+        ("flux1_DEV", "graphrun's own graph of black-forest-labs/FLUX.1-dev is called flux-dev"),
+        ("Z-Image-Turbo", "graphrun's own graph of Tongyi-MAI/Z-Image-Turbo is called z-image"),
+        ("stable-diffusion-xl", "did you mean stabilityai/stable-diffusion-xl-base-1.0, which is called sdxl?"),
+        ("black-forest-labs/FLUX.1-dev", "graphrun's own graph of black-forest-labs/FLUX.1-dev is called flux-dev"),
+        ("black-forest-labs/flux.1-dev", "is called flux-dev; others with its weights: flux-controlnet"),
+        ("black-forest-labs/FLUX.1-dev@main", "is called flux-dev"),
+        ("https://huggingface.co/black-forest-labs/FLUX.1-dev", "is called flux-dev"),
+        ("stabilityai/stable-diffusion-xl-base-1.0", "is called sdxl; others with its weights: sdxl-nf4, sdxl-int8,"),
+        ("someone/FLUX.1-dev-copy", "to make one: graphrun import someone/FLUX.1-dev-copy -o FLUX.1-dev-copy.yaml"),
+        ("a/b@v1", "to make one: graphrun import a/b --revision v1 -o b.yaml"),
+        ("graphs/flux", "to make one: graphrun import graphs/flux -o flux.yaml"),
     ],
 )
 def test_what_is_not_there_is_refused_with_the_name_that_was_meant(
     asked: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(GraphError, match=f"^{asked}: no such file") as caught:
+    with pytest.raises(GraphError, match=f"^{asked.replace('//', '/')}: no such file") as caught:
         package.load(asked)
     assert told in str(caught.value)
+
+
+def test_a_path_in_a_folder_that_exists_is_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("graphs").mkdir()
+    with pytest.raises(GraphError, match="^graphs/flux: no such file$"):
+        package.load("graphs/flux")
+
+
+@pytest.mark.parametrize("name", ["pipe", "pipe.safetensors", "pipe.gguf"])
+def test_a_pipeline_in_a_folder_or_a_checkpoint_is_refused_with_the_import(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("pipe").mkdir()
+    Path("pipe.safetensors").write_bytes(b"x")
+    Path("pipe.gguf").write_bytes(b"x")
+    with pytest.raises(GraphError, match=rf"^{name}: is a (folder|checkpoint), .* graphrun import (\./)?{name} -o pipe.yaml$"):
+        package.load(name)
 
 
 @pytest.mark.long

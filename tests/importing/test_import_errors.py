@@ -138,7 +138,7 @@ def test_invalid_options(graphrun: Cli, pipeline: Path) -> None:
 
 def test_an_existing_graph_file_is_not_overwritten(graphrun: Cli, pipeline: Path, tmp_path: Path) -> None:
     (tmp_path / "graph.yaml").write_text("mine")
-    assert "is there already: add --force" in refused(graphrun, pipeline)
+    assert "graph.yaml already exists; add --force" in refused(graphrun, pipeline)
     assert (tmp_path / "graph.yaml").read_text() == "mine"
     code, out, err = graphrun("import", str(pipeline), "-o", "graph.yaml", "--force", "--set", "height=16", "--set", "width=16")
     assert code == 0, err
@@ -147,7 +147,7 @@ def test_an_existing_graph_file_is_not_overwritten(graphrun: Cli, pipeline: Path
     (tmp_path / "configs" / "other-unet.json").write_text("{}")
     code, _, err = graphrun("import", str(pipeline), "-o", "other.yaml", "--set", "height=16", "--set", "width=16")
     assert code == 2
-    assert "other-unet.json is there already and is another" in err
+    assert "other-unet.json already exists and differs; add --force" in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["configs", "graph.yaml"]
 
 

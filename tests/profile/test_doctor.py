@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,15 +69,74 @@ def test_a_missing_package_is_a_problem() -> None:
     assert doctor.about("bitsandbytes", None)["breaks"] == ["no nf4 and no int8 components"]
 
 
-def test_a_limit_below_the_machine_s_memory_and_a_small_lock_limit_are_problems() -> None:
+def test_limits_of_a_cgroup_and_of_locked_memory_are_noted_with_what_to_type() -> None:
     memory = {
         "total_bytes": 8 * GIB,
+        "available_bytes": 5 * GIB,
+        "swap_bytes": 0,
         "usable_bytes": 3 * GIB,
         "pinned_limit_bytes": 8,
-        "limits": [{"path": "/x", "nbytes": 4 * GIB}],
+        "limits": [{"path": "/x", "nbytes": 4 * GIB, "used_bytes": GIB, "version": 2}],
     }
-    assert len(doctor._memory_problems(memory, {"card": None})) == 1
-    assert len(doctor._memory_problems(memory, {"card": {}})) == 2
+    rows = {check.name: check for check in doctor.memory_checks(memory, card=True)}
+    assert {name: check.verdict for name, check in rows.items()} == {"RAM": "ok", "swap": "ok", "cgroup": "note", "pinned": "note"}
+    assert rows["cgroup"].text == "v2: 4.00 GiB (1.00 GiB used) /x; --ram auto uses what is left of it"
+    assert rows["pinned"].fix == "ulimit -l unlimited"
+    rows = {check.name: check for check in doctor.memory_checks({**memory, "limits": []}, card=False)}
+    assert (rows["cgroup"].text, rows["pinned"].verdict) == ("no limit", "ok")
+
+
+ROCM, XPU, CUDA, CPU = (
+    SimpleNamespace(cuda=cuda, hip=hip, xpu=xpu)
+    for cuda, hip, xpu in ((None, "6.4.4", None), (None, None, "20250101"), ("12.8", None, None), (None, None, None))
+)
+
+
+@pytest.mark.parametrize(
+    ("versions", "signs", "verdict", "text", "fix"),
+    [
+        (CPU, [], "note", "no CUDA device; this torch is built for the CPU", "graphrun plan flux-dev"),
+        (ROCM, [], "note", "no CUDA device; this torch is built for ROCm 6.4.4", "graphrun plan flux-dev"),
+        (XPU, [], "note", "built for XPU 20250101, whose devices graphrun does not use", "graphrun plan flux-dev"),
+        (CPU, ["/dev/nvidiactl"], "problem", "(/dev/nvidiactl), and this torch is built for the CPU", "install torch for CUDA"),
+        (CPU, ["C:/nvidia-smi.exe"], "problem", "and this torch is built for the CPU", "install torch for CUDA"),
+        (ROCM, ["/dev/nvidiactl"], "problem", "and this torch is built for ROCm 6.4.4", "install torch for CUDA"),
+        (CUDA, ["/dev/kfd"], "problem", "and this torch is built for CUDA 12.8", "install torch for ROCm"),
+        (XPU, ["/dev/dxg"], "problem", "and this torch is built for XPU 20250101", "install torch for CUDA or ROCm"),
+        (CUDA, ["/dev/nvidiactl"], "problem", "built for CUDA 12.8, cannot open it: is the driver new", "nvidia-smi"),
+        (CUDA, ["/dev/nvidiactl", "/dev/kfd"], "problem", "cannot open it", "nvidia-smi"),
+        (ROCM, ["/dev/kfd"], "problem", "built for ROCm 6.4.4, cannot open it", "sudo usermod -aG render,video $USER"),
+    ],
+)
+def test_a_device_that_torch_does_not_open_is_explained_by_the_build(
+    versions: Any, signs: list[str], verdict: str, text: str, fix: str
+) -> None:
+    device = {"card": None, "driver": None, "signs": signs, "build": doctor.torch_build(versions)}
+    check = doctor.device_check(device)
+    assert check.verdict == verdict
+    assert text in check.text
+    assert check.fix.startswith(fix)
+
+
+def test_a_card_of_a_rocm_build_is_shown_with_it() -> None:
+    card = {"name": "mi300x", "free_bytes": 5 * GIB, "total_bytes": 6 * GIB, "capability": "9.4"}
+    check = doctor.device_check({"card": card, "driver": None, "signs": ["/dev/kfd"], "build": "ROCm 6.4.4"})
+    assert (check.verdict, check.text) == ("ok", "mi300x, 5.00 GiB of 6.00 GiB free, compute capability 9.4, ROCm 6.4.4")
+
+
+def test_every_row_has_a_verdict_and_problems_say_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda name: {"bitsandbytes": None, "accelerate": "1.0"}.get(name, "99"))
+    found = doctor.examine(tmp_path / "cache")
+    rows = {check["name"]: check for check in found["checks"]}
+    assert {check["verdict"] for check in found["checks"]} <= {"ok", "note", "problem"}
+    assert rows["bitsandbytes"]["fix"] == "pip install -U 'bitsandbytes>=0.48'"
+    assert rows["accelerate"]["fix"] == "pip install -U 'accelerate>=1.13'"
+    assert rows["gguf"]["verdict"] == "note"
+    assert [text.partition(":")[0] for text in found["problems"]] == ["accelerate", "bitsandbytes"]
+    lines = doctor_screen(found).splitlines()
+    assert "problems: accelerate, bitsandbytes" in lines
+    at = next(number for number, line in enumerate(lines) if line.startswith(" problem  bitsandbytes"))
+    assert lines[at + 1].strip() == "next: pip install -U 'bitsandbytes>=0.48'"
 
 
 def test_the_driver_s_version_is_read_from_the_kernel_module(tmp_path: Path) -> None:
@@ -90,11 +151,14 @@ def test_all_findings_are_json_and_on_the_screen(tmp_path: Path) -> None:
     found: dict[str, Any] = json.loads(json.dumps(doctor.examine(tmp_path / "cache")))
     assert {item["name"] for item in found["versions"]} >= {"torch", "diffusers", "transformers", "accelerate", "bitsandbytes"}
     screen = doctor_screen(found)
+    flat = " ".join(screen.split())
     usable, available = (show_size(found["memory"][f"{name}_bytes"]) for name in ("usable", "available"))
-    assert f"{usable} for --ram auto, {available} of " in screen
+    assert f"{usable} for --ram auto, {available} of " in flat
     for name, of in found["precisions"].items():
-        line = next(line for line in screen.splitlines() if f"{name}: " in line)
+        line = next(line for line in screen.splitlines() if re.match(rf" (ok|note) +{name} ", line))
         assert ("moves" in line) == of["movable"]
         assert ("unavailable" in line) == (not of["available"])
     for word in ("device", "cgroup", "pinned", "disk", str(tmp_path / "cache"), "torch", "bitsandbytes"):
-        assert word in screen
+        assert word in flat
+    folded = [line for line in screen.splitlines() if "next: " not in line and str(tmp_path) not in line]
+    assert max(map(len, folded)) <= 80

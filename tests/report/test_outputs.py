@@ -184,14 +184,14 @@ def test_files_say_what_they_were_made_of(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("there", "asked", "refused"),
     [
-        ("a.png", [], "a.png"),
-        ("a-07.png", [], "a-07.png"),
-        ("a-0001-2.png", [], "a-0001-2.png"),
-        ("a.wav", [], "a.wav"),
+        ("a.png", ["a.png"], "a.png"),
+        ("a-07.png", ["a.png"], "a-07.png"),
+        ("a-0001-2.png", ["a.png"], "a-0001-2.png"),
+        ("a.wav", ["a.png"], "a.wav"),
         ("b.gif", ["film=b.gif"], "b.gif"),
         ("a/0000.png", ["image=a"], "a"),
-        ("a-b.png", [], ""),
-        ("a.txt", [], ""),
+        ("a-b.png", ["a.png"], ""),
+        ("a.txt", ["a.png"], ""),
         ("a.wav", ["image=a.png"], ""),
     ],
 )
@@ -201,13 +201,40 @@ def test_what_is_there_is_not_overwritten(
     monkeypatch.chdir(tmp_path)
     Path(there).parent.mkdir(exist_ok=True)
     Path(there).touch()
-    kinds = {"image": "image", "sound": "audio", "film": "video"} if asked else {"image": "image", "sound": "audio"}
+    kinds = {"image": "image", "sound": "audio", "film": "video"}
     assert output_files(asked, kinds, Path("a"), overwrite=True)
     if refused:
-        with pytest.raises(InputError, match=f"^{refused}: is there already: add --overwrite"):
+        with pytest.raises(InputError, match=f"^{refused} already exists; add --overwrite$"):
             output_files(asked, kinds, Path("a"), overwrite=False)
     else:
         assert output_files(asked, kinds, Path("a"), overwrite=False)
+
+
+@pytest.mark.parametrize(
+    ("there", "chosen"),
+    [
+        ([], "a.png"),
+        (["a-b.png", "a.txt"], "a.png"),
+        (["a.png"], "a-2.png"),
+        (["a.wav"], "a-2.png"),
+        (["a.png", "a-2.png", "a-4.png"], "a-3.png"),
+        (["a-0.png", "a-1.png"], "a-2.png"),
+        (["a.png", "a-2-0.png", "a-2-1.png"], "a-3.png"),
+    ],
+)
+def test_the_default_name_is_numbered_where_it_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: list[str], chosen: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in there:
+        Path(name).touch()
+    kinds = {"image": "image", "sound": "audio"}
+    assert output_files([], kinds, Path("a"), overwrite=False) == {"": Path(chosen)}
+    assert output_files([], kinds, Path("a"), overwrite=True) == {"": Path("a.png")}
+    film = {"image": "image", "film": "video"}
+    for name in ("a-image.png", "a-film.mp4"):
+        Path(name).touch()
+    assert output_files([], film, Path("a"), overwrite=False) == {"image": Path("a-2-image.png"), "film": Path("a-2-film.mp4")}
 
 
 @pytest.mark.parametrize(

@@ -140,5 +140,6 @@ def test_a_reserve_reduces_the_effective_budget_exactly() -> None:
     with pytest.raises(Infeasible) as caught:
         solve(short)
     repair = next(repair for repair in caught.value.repairs if "reserve" in repair.text)
-    assert repair.text == f"lower the reserve from 1.00 GiB to {GIB - 1} bytes (1024.00 MiB)"
+    assert repair.text == "lower the reserve from 1G to 1023.99M"
+    assert 'reserve="1023.99M": lower the reserve' in str(caught.value)
     solve(replace(short, reserve_bytes=GIB - 1))

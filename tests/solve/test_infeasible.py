@@ -12,7 +12,7 @@ from graphrun.model.plan import Stream
 from graphrun.model.problem import PhaseNumbers, Problem, Use
 from graphrun.solve.infeasible import Infeasible, smallest_budget, smallest_ram
 from graphrun.solve.solve import solve
-from graphrun.units import show_size
+from graphrun.units import parse_size, typed_size
 from graphrun.verify.check import check
 
 
@@ -30,7 +30,7 @@ def test_each_phase_that_does_not_fit_is_named_with_its_terms() -> None:
     assert (need.weights_bytes, need.ring_bytes, need.activation_bytes, need.values_bytes) == (160 * MIB, 0, 1536 * MIB, 2 * MIB)
     assert need.total_bytes == 1698 * MIB
     assert need.available_bytes == 2 * GIB - 650 * MIB
-    assert "decode/0:vae first needs 1.66 GiB = 160.00 MiB fixed weights + 0.00" in str(error).replace("0 B", "0.00")
+    assert "decode/0:vae first needs 1.66G = 160M fixed weights + 0B ring" in str(error)
     assert error.smallest_budget_bytes == 650 * MIB + 1698 * MIB
 
 
@@ -78,7 +78,9 @@ def test_ram_holds_every_backing_store() -> None:
     assert (error.binding, error.needs, error.smallest_ram_bytes) == ("RAM", (), total)
     separate = [repair for repair in error.repairs if "separately" in repair.text]
     (ram,) = [repair for repair in error.repairs if repair not in separate]
-    assert ram.text == f"raise the RAM budget from {show_size(total - 1)} to {total} bytes ({show_size(total)})"
+    assert ram.text == f"raise the RAM budget from {typed_size(total - 1, down=True)} to {typed_size(total)}"
+    assert parse_size(typed_size(total - 1, down=True)) < total <= parse_size(typed_size(total))
+    assert f'ram="{typed_size(total)}": {ram.text}' in str(error)
     assert ram.seconds == pytest.approx(solve(of).objective_seconds), "each is verified by a solve"
     assert [repair.change for repair in separate] == [(("--until", "encode"),), (("--until", "denoise"),)]
     assert not any(repair.changes_output for repair in error.repairs)
@@ -95,7 +97,7 @@ def test_repairs_work() -> None:
     error = refused(of)
     vram, smaller = error.repairs
     assert "raise the VRAM budget" in vram.text
-    assert "shrink the activation of decode/0:vae from 1.50 GiB" in smaller.text
+    assert "shrink the activation of decode/0:vae from 1.5G" in smaller.text
     assert (vram.changes_output, smaller.changes_output) == (False, True), "so it comes last"
     short = error.needs[0].short_bytes
     decode = replace(of.phases[3], first_bytes=of.phases[3].first_bytes - short)

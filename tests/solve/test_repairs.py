@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from planner_problems import GIB, MIB, component, hardware, problem
 from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem, StageOption, Use, ValueNumbers
 from graphrun.solve.infeasible import Infeasible, smallest_budget, smallest_ram
 from graphrun.solve.solve import solve
+from graphrun.units import parse_size
 from graphrun.verify.check import check
 
 DISK = 1.2e9  # bytes per second
@@ -119,7 +121,7 @@ def test_pinned_and_disk_budgets_bind_to_the_byte() -> None:
     short = refused(replace(only_pinned, pinned_bytes=4 * MIB - 1))
     assert (short.binding, [str(repair) for repair in short.repairs]) == (
         "pinned RAM",
-        [f"raise the page-locked RAM budget from 4.00 MiB to {4 * MIB} bytes (4.00 MiB)"],
+        ["raise the page-locked RAM budget from 3.99M to 4M"],
     )
     stored = replace(one, variants=(replace(one.variants[0], stored_bytes=MIB),))
     of = replace(only_pinned, components=(stored,), disk_bytes=MIB)
@@ -147,3 +149,19 @@ def test_a_component_without_usable_variants_is_named_as_the_cause() -> None:
     error = refused(problem(GIB, (nf4,), (PhaseNumbers("s", 0, (Use("one", 1, (1,), (1.0,)),), 0, 0, 0),)))
     assert error.binding == "what is allowed"
     assert [repair.change for repair in error.repairs] == [(("--allow", "nf4"),)]
+
+
+def test_the_message_names_arguments_that_can_be_typed_in_python() -> None:
+    for of in (flux_with_bf16_t5(), flux_with_bf16_t5(vram_bytes=3 * GIB, ram_bytes=64 * GIB)):
+        error = refused(of)
+        suggestions = str(error).partition(". Do one of: ")[2].split("; ")
+        typed = [eval(f"dict({match[1]})") for text in suggestions if (match := re.match(r"(\w+=.+?): ", text))]
+        assert len(typed) == sum(repair.change[:1] != () and repair.change[0][0] != "--until" for repair in error.repairs)
+        for arguments in typed:
+            vram, ram = (parse_size(arguments.get(name, f"{nbytes}B")) for name, nbytes in budgets_of(of))
+            solve(replace(of, budget_bytes=vram, ram_bytes=ram, allow=tuple(arguments.get("allow", ()))))
+        assert not re.search(r"\d [GMK]iB|\d bytes", str(error))
+
+
+def budgets_of(of: Problem) -> tuple[tuple[str, int], tuple[str, int]]:
+    return ("vram", of.budget_bytes), ("ram", of.ram_bytes)

@@ -176,7 +176,7 @@ def refuse_existing(path: Path, force: bool) -> None:
     if path.is_dir():
         raise InputError(f"{path} is a folder: name a file, such as {path / 'graph.yaml'}")
     if path.exists() and not force:
-        raise InputError(f"{path} is there already: add --force to overwrite it, or choose another -o")
+        raise InputError(f"{path} already exists; add --force, or name another file with -o")
 
 
 def _move(made: Path, path: Path, files: list[str], force: bool) -> None:
@@ -185,7 +185,7 @@ def _move(made: Path, path: Path, files: list[str], force: bool) -> None:
     for name in files:
         there, new = root / name, made / name
         if there.is_file() and not force and there.read_bytes() != new.read_bytes():
-            raise InputError(f"{there} is there already and is another: add --force to overwrite it, or choose another -o")
+            raise InputError(f"{there} already exists and differs; add --force, or name another file with -o")
     for name in files:
         there = root / name
         there.parent.mkdir(parents=True, exist_ok=True)

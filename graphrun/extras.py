@@ -1,0 +1,39 @@
+"""The command that installs optional dependencies of graphrun (``serve``, ``cluster``, ``gguf``) from where graphrun came from."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+_PACKAGE = Path(__file__).parent
+
+
+def install_command(extra: str) -> str:
+    """The command to type for the optional dependencies ``extra``: ``pip install 'graphrun[serve]'``.
+
+    In a checkout it is ``pip install -e '.[serve]'``, elsewhere with the checkout's or the wheel's path in place of the dot.
+    """
+    checkout = _PACKAGE.parent
+    if (checkout / "pyproject.toml").is_file():
+        return f"pip install -e {_quoted(checkout, extra)}"
+    source = _installed_from()
+    return f"pip install {_quoted(source, extra)}" if source else f"pip install 'graphrun[{extra}]'"
+
+
+def _quoted(source: Path, extra: str) -> str:
+    return shlex.quote(f"{'.' if source == Path.cwd() else source}[{extra}]")
+
+
+def _installed_from() -> Path | None:
+    """The folder or wheel that pip installed graphrun from; None where it no longer exists, or it was a package index."""
+    with suppress(PackageNotFoundError, ValueError, AttributeError, OSError):  # PEP 610: absent, or not as it should be
+        url = json.loads(distribution("graphrun").read_text("direct_url.json") or "{}").get("url", "")
+        path = Path(url2pathname(urlsplit(url).path))
+        if url.startswith("file:") and path.exists():
+            return path
+    return None
