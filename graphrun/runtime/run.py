@@ -342,14 +342,16 @@ class Run:
 
     def _release(self) -> None:
         """Waits for copies under way, removes hooks and frees rings, also after a failure."""
-        # A device in an error state cannot be synchronized. The original error is raised already.
-        with contextlib.suppress(RuntimeError):
-            for each in reversed(self._device.every):
-                each.barrier()
-        if self._open is not None:
-            self._open.release()
-        self._values.release_originals()
-        self._clear_memos()
+        try:
+            # A device in an error state cannot be synchronized. The original error is raised already.
+            with contextlib.suppress(RuntimeError):
+                for each in reversed(self._device.every):
+                    each.barrier()
+        finally:  # the ordering checker raises a race at a barrier
+            if self._open is not None:
+                self._open.release()
+            self._values.release_originals()
+            self._clear_memos()
 
     def _release_cached(self) -> None:
         for device in self._device.every:

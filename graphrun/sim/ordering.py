@@ -83,20 +83,16 @@ class Race(NamedTuple):
 
 
 class Ordering:
-    """Vector clocks of the agents of the simulated devices of a host, and the accesses that later ones may still race with.
-
-    ``races``: found since `raise_races` was last called.
-    """
+    """Vector clocks of the agents of the simulated devices of a host, and the accesses that later ones may still race with."""
 
     def __init__(self) -> None:
-        self.races: list[Race] = []
+        self._races: dict[tuple[str, str], Race] = {}  # since the last report, the first of each pair of code lines
         self._slot = self._block = ""
         self._clocks: dict[Agent, Clock] = {"host": Counter(), "disk": Counter()}
         self._accesses: dict[Any, list[Access]] = {}  # storage -> accesses
         self._owners: dict[int, Agent] = {}  # device storage -> the stream it was allocated on
         self._host_storages: dict[int, weakref.finalize] = {}  # type: ignore[type-arg]
         self._inside: Agent = "host"  # the agent that Python code runs as: the disk reader in a background job
-        self._reported: set[tuple[str, str]] = set()
 
     def agents(self, number: int) -> dict[str, Agent]:
         """Agents of the streams of device ``number``, and of the threads of the host."""
@@ -156,10 +152,10 @@ class Ordering:
         return lambda: _join(self._clocks[self._inside], done)
 
     def raise_races(self) -> None:
-        """Raises RaceError where a race was found since the last call."""
-        if self.races:
-            found, self.races = self.races, []
-            raise RaceError("\n".join(map(str, found)))
+        """Raise RaceError if there are races since the last report. A race that comes again after it is reported again."""
+        if self._races:
+            races, self._races = self._races, {}
+            raise RaceError("\n".join(map(str, races.values())))
 
     # -- accesses of the device
 
@@ -264,16 +260,10 @@ class Ordering:
         for earlier in self._accesses.get(storage, ()):
             ordered = clock[earlier.agent] >= earlier.time
             if not ordered and (writes or earlier.writes) and _overlap(earlier.spans, spans):
-                self._report(Race(name, earlier, access))
+                self._races.setdefault((earlier.code, access.code), Race(name, earlier, access))
             if not (ordered and (writes or not earlier.writes) and _covers(spans, earlier.spans)):
                 kept.append(earlier)  # else whoever is ordered behind this access is ordered behind the earlier one too
         self._accesses[storage] = [*kept, access]
-
-    def _report(self, race: Race) -> None:
-        sites = race.earlier.code, race.later.code
-        if sites not in self._reported:
-            self._reported.add(sites)
-            self.races.append(race)
 
     def _known_to_all(self, access: Access) -> bool:
         """Whether every agent is behind ``access``, the disk reader too: its next job begins behind what the host knows."""

@@ -53,6 +53,41 @@ def test_a_copy_over_bytes_that_compute_reads_is_a_race_unless_it_waits(device: 
     assert again.numel()
 
 
+def test_a_race_that_comes_again_is_reported_again(device: SimulatedDevice) -> None:
+    source, weights = host(), on_device(device)
+    for _ in range(3):
+        assert (weights + 1).numel()
+        device.copy(weights, source)
+        with pytest.raises(RaceError) as caught:
+            device.barrier()
+        assert str(caught.value).count("race in") == 1
+    device.barrier()
+
+
+def test_a_report_has_each_pair_of_code_lines_once(device: SimulatedDevice) -> None:
+    source, weights = host(), on_device(device)
+    for _ in range(3):
+        assert (weights + 1).numel()
+        device.copy(weights, source)
+        device.wait("compute", device.mark("copy"))
+    with pytest.raises(RaceError) as caught:
+        device.barrier()
+    assert str(caught.value).count("race in") == 1
+
+
+def test_a_race_behind_the_last_barrier_is_reported_at_the_end_of_the_session() -> None:
+    device, source = SimulatedDevice(Machine(check_ordering=True)), host()
+
+    def session() -> None:
+        with device.session(1 << 30):
+            weights = on_device(device)
+            assert (weights + 1).numel()
+            device.copy(weights, source)
+
+    with pytest.raises(RaceError, match="write of bytes 0..64 by copy"):
+        session()
+
+
 def test_compute_waits_for_a_copy_by_its_mark(device: SimulatedDevice) -> None:
     source = host()
     weights = on_device(device)

@@ -41,7 +41,8 @@ class SimulatedDevice(Device):
         """Activates the machine with a capacity of at most ``cap_bytes``; one beside another becomes active with that one. Ops run
         on its compute timeline, whichever was current.
 
-        Leaving restores its capacity, unless it was changed meanwhile.
+        Leaving restores its capacity, unless it was changed meanwhile, and raises RaceError if races were found since the last
+        barrier.
         """
         before, ordering = self.machine.capacity_bytes, self.machine.ordering
         capped = cap_bytes if before is None else min(before, cap_bytes)
@@ -56,6 +57,8 @@ class SimulatedDevice(Device):
             try:
                 with self.machine.clock.on("compute", synchronous=True):
                     yield
+                if first and ordering is not None:
+                    ordering.raise_races()
             finally:
                 if self.machine.capacity_bytes == capped:
                     self.machine.capacity_bytes = before
