@@ -13,7 +13,7 @@ import typer
 
 import graphrun
 from graphrun.cli.common import app, budgeted, cache_folder, checked_reuse, hardware_for, load, say
-from graphrun.cli.options import Asked, Reuse, shared
+from graphrun.cli.options import Asked, Names, Reuse, shared
 from graphrun.cli.placing import ClusterFile, cluster_of
 from graphrun.errors import InputError
 from graphrun.extras import install_command
@@ -48,6 +48,22 @@ def serve(
     keys: Annotated[
         Path | None, typer.Option(help="A file of API keys: a name and the SHA-256 of a key per line.", show_default=False)
     ] = None,
+    allow_host: Annotated[
+        Names,
+        typer.Option(
+            help="A further name by which the server is called, such as that of a proxy; *.example.com: all below it. Repeatable.",
+            metavar="NAME",
+            show_default=False,
+        ),
+    ] = None,
+    allow_origin: Annotated[
+        Names,
+        typer.Option(
+            help="Whose web pages may use the server beside its own: https://images.example.com. Repeatable.",
+            metavar="ORIGIN",
+            show_default=False,
+        ),
+    ] = None,
     queue: Annotated[str, typer.Option(help="The longest predicted wait that is admitted.")] = "300s",
     drain: Annotated[str, typer.Option(help="How long admitted requests may run on after SIGTERM.")] = "30s",
     max_body: Annotated[str, typer.Option(help="Of a request without files.")] = "1M",
@@ -73,12 +89,18 @@ def serve(
     from graphrun.profile.host_ram import ram_budget
     from graphrun.profile.several import per_device
     from graphrun.serve.keys import read_keys
+    from graphrun.serve.origins import host_of, origin_of
     from graphrun.serve.server import serve as run
     from graphrun.serve.settings import Bounds, Settings
 
     owners = read_keys(keys) if keys is not None else {}
     if not owners and not _is_loopback(host):
         raise InputError(f"--host {host} without --keys: anyone who reaches this machine could use it; name a file of keys")
+    hosts = tuple(map(host_of, allow_host or ()))
+    origins = tuple(map(origin_of, allow_origin or ()))
+    for option, values in {"--allow-host": hosts, "--allow-origin": origins}.items():
+        if "*" in values and not owners:
+            raise InputError(f"{option} '*' without --keys: any web page could use the server; name a file of keys")
     loaded = [load(path, asked) for path in graphs]
     for graph in loaded:
         graph.refuse_list()
@@ -118,6 +140,8 @@ def serve(
             queue_seconds=parse_seconds(queue),
             drain_seconds=parse_seconds(drain),
             connections=connections,
+            allow_hosts=hosts,
+            allow_origins=origins,
             cluster=devices,
         )
         run(settings, host, port, say)

@@ -5,18 +5,31 @@ from __future__ import annotations
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from graphrun.serve import routes
 from graphrun.serve.answers import Pictures
 from graphrun.serve.errors import Refused
 from graphrun.serve.intake import Bounded
+from graphrun.serve.origins import Guarded, Names
 from graphrun.serve.service import Service
 
 
-def create_app(service: Service) -> FastAPI:
-    """The application. ``service`` is started and closed by the caller."""
-    app = FastAPI(title="graphrun", version=service.settings.version, docs_url=None, redoc_url=None)
-    app.add_middleware(Bounded, bounds=service.settings.bounds)
+def create_app(service: Service, host: str) -> FastAPI:
+    """The application on ``host``. ``service`` is started and closed by the caller."""
+    settings = service.settings
+    app = FastAPI(title="graphrun", version=settings.version, docs_url=None, redoc_url=None)
+    if settings.allow_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allow_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=("Location", "Retry-After", "Server-Timing"),
+            allow_private_network=True,
+        )
+    app.add_middleware(Guarded, names=Names(host, settings.allow_hosts), origins=settings.allow_origins)
+    app.add_middleware(Bounded, bounds=settings.bounds)
     pictures = Pictures()
     for router in (
         routes.images(service, pictures),

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "server_error", 500: "server_error"}
+KINDS = {401: "authentication_error", 403: "request_forbidden", 404: "not_found_error", 429: "rate_limit_error"}
+KINDS |= {500: "server_error", 503: "server_error"}
 
 
 class Refused(Exception):

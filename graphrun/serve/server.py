@@ -62,7 +62,7 @@ async def _serve(settings: Settings, host: str, port: int, say: Callable[[str], 
 def http_server(service: Service, host: str, port: int) -> tuple[uvicorn.Server, socket.socket]:
     """The HTTP side of ``service``, and its open port. Raises InputError where the port cannot be opened."""
     config = uvicorn.Config(
-        create_app(service),
+        create_app(service, host),
         host=host,
         port=port,
         http=protocol_within(service.settings),

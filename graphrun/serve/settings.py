@@ -34,6 +34,7 @@ class Settings:
     ``folder``: for journals, uploads and pictures. ``limits``: those of `graphrun.limits` that the processes take over. ``keys``:
     hashes of API keys by name; empty: none is asked for. ``queue_seconds``: the longest predicted wait of a request that is
     admitted. ``drain_seconds``: of requests after SIGTERM. ``connections``: open at once.
+    ``allow_hosts`` and ``allow_origins``: as `graphrun.serve.origins` takes them.
     """
 
     graphs: tuple[Path, ...]
@@ -50,4 +51,6 @@ class Settings:
     queue_seconds: float = 300.0
     drain_seconds: float = 30.0
     connections: int = 512
+    allow_hosts: tuple[str, ...] = ()
+    allow_origins: tuple[str, ...] = ()
     cluster: Cluster | None = None

@@ -137,7 +137,9 @@ def test_a_client_that_leaves_cancels_its_request(server: Any) -> None:
     cancelled = 'graphrun_requests_total{graph="flux-tiny",status="409"}'
     before = [line for line in server.client.get("/metrics").text.splitlines() if line.startswith(cancelled)]
     body = b'{"prompt": "a", "steps": 120}'
-    head = f"Host: a\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"Host: 127.0.0.1\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
     host = httpx.URL(server.url)
     with socket.create_connection((host.host, host.port)) as connection:
         connection.sendall(b"POST /v1/images/generations HTTP/1.1\r\n" + head.encode() + body)
@@ -203,7 +205,11 @@ def test_those_that_mean_harm_are_refused(server: Any) -> None:
     expected = [413, 422, 400, 415, 404, 404, 401, 401]
     assert statuses == dict(zip(statuses, expected, strict=True))
     host = httpx.URL(server.url)
-    for half in (b"", b"POST /v1/images/gen", b"POST /v1/images/generations HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{"):
+    for half in (
+        b"",
+        b"POST /v1/images/gen",
+        b"POST /v1/images/generations HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{",
+    ):
         with socket.create_connection((host.host, host.port)) as connection:
             connection.sendall(half)
             assert server.client.get("/healthz").status_code == 200

@@ -1,0 +1,120 @@
+"""Which web pages may use the server, and by which names browsers may call it.
+
+A browser sends a form of any page to any server, and says whose page it is: ``Origin``. It sends to this machine what a
+page sends to its own server, if somebody points the page's name to this machine (DNS rebinding). Then ``Host`` is that name.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Collection
+
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from graphrun.errors import InputError
+from graphrun.serve.errors import Refused
+from graphrun.serve.log import note
+
+NOTED = 20  # refusals that are written to the log; each once
+_NAME = r"[a-z0-9_-]+(?:\.[a-z0-9_-]+)*"
+_HOST = re.compile(rf"(?:({_NAME})|\[([0-9a-f:.]+)\])(?::\d{{1,5}})?")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@\\'\"]+")
+
+
+class Guarded:
+    """ASGI middleware that answers 403 to pages of other origins than ``origins``, and to calls by other names than ``names``.
+
+    A request without ``Origin`` passes: no page sent it. The pages of this server pass: their origin is the ``Host``.
+    """
+
+    def __init__(self, app: ASGIApp, names: Names, origins: Collection[str]) -> None:
+        self._app, self._names, self._origins = app, names, origins
+        self._noted = set[str]()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (error := self._refusal(dict(scope["headers"]))) is not None:
+            if len(self._noted) < NOTED and error.message not in self._noted:
+                self._noted.add(error.message)
+                note(f"refused: {error.message}")
+            await JSONResponse(error.body, error.status)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _refusal(self, headers: dict[bytes, bytes]) -> Refused | None:
+        host, origin = (headers[name].decode("latin-1") if name in headers else None for name in (b"host", b"origin"))
+        if host is not None and not self._names.include(host):
+            name = _name_in(host)
+            what = f"not called {host[:200]!r}" + (f": if it should be, start it with --allow-host {name}" if name else "")
+            return Refused(403, f"this server is {what}", "host_refused")
+        scheme, _, address = (origin or "").lower().partition("://")
+        same = scheme in ("http", "https") and address == (host or "").lower()
+        if origin is None or same or origin.lower() in self._origins or "*" in self._origins:
+            return None
+        known = _ORIGIN.fullmatch(origin.lower())
+        what = origin[:200] if known else "the origin of its page, which must be served over HTTP"
+        who = f"pages of {origin[:200]}" if known else "a page without an origin"
+        return Refused(403, f"{who} may not use this server; to allow that, start it with --allow-origin {what}", "origin_refused")
+
+
+class Names:
+    """Names and addresses by which a server on ``bound`` is called.
+
+    They are ``bound``, those of the loopback, the name of the machine (with ``.local`` too), and ``allowed``: names,
+    ``*.example.com``, or ``*`` for any. On all interfaces they are any address: nobody can point an address elsewhere.
+    """
+
+    def __init__(self, bound: str, allowed: Collection[str]) -> None:
+        machine = socket.gethostname().lower()
+        first = machine.partition(".")[0]
+        every = ["localhost", "*.localhost", machine, first, f"{first}.local", bound.lower(), *allowed]
+        self._names = {_address(name) or name for name in every}
+        self._any = "*" in allowed
+        address = _address(bound)
+        self._addresses = address is not None and address.is_unspecified
+
+    def include(self, host: str) -> bool:
+        """Whether the ``Host`` header ``host`` is one of them."""
+        if (name := _name_in(host)) is None:
+            return False
+        if (address := _address(name)) is not None:
+            return self._any or self._addresses or address.is_loopback or address in self._names
+        parents = (f"*{name[at:]}" for at, letter in enumerate(name) if letter == ".")
+        return self._any or name in self._names or not self._names.isdisjoint(parents)
+
+
+def host_of(typed: str) -> str:
+    """A value of ``--allow-host``. Raises InputError."""
+    name = typed.lower()
+    if name != "*" and _address(name) is None and not re.fullmatch(rf"(?:\*\.)?{_NAME}", name):
+        text = "type the name alone, without scheme and port, such as images.example.com or *.example.com"
+        raise InputError(f"--allow-host {typed}: {text}")
+    return name
+
+
+def origin_of(typed: str) -> str:
+    """A value of ``--allow-origin``. Raises InputError."""
+    origin = typed.lower()
+    if origin != "*" and not _ORIGIN.fullmatch(origin):
+        scheme, _, address = origin.rpartition("://")
+        example = f"{scheme or 'https'}://{address.partition('/')[0]}"
+        raise InputError(
+            f"--allow-origin {typed}: type scheme and name, with the port where the page's address has one, such as "
+            f"{example if _ORIGIN.fullmatch(example) and origin != 'null' else 'https://images.example.com'}"
+        )
+    return re.sub(r"^(http://.*):80$|^(https://.*):443$", r"\1\2", origin)  # as browsers send it
+
+
+def _name_in(host: str) -> str | None:
+    """The name or address in a ``Host`` header, without its port. None: there is none."""
+    found = _HOST.fullmatch(host.lower())
+    return found and (found[1] or found[2])
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
