@@ -1,7 +1,7 @@
-"""Fits the constants of the cost model on the published seconds in data/published.csv, and tells what they predict for sources that
-they were not fitted on.
+"""Fits the constants of the cost model on the published seconds in data/published.csv.
 
-    .venv/bin/python benchmarks/fit_costs.py     prints the constants, to be written where they are defined
+    .venv/bin/python benchmarks/fit_costs.py               prints the constants, to be written where they are defined
+    .venv/bin/python benchmarks/published.py --left-out    fits without each source in turn, and records what that predicts for it
 
 Minimizes the squared logarithms of estimated over published seconds, and of each constant over what is `EXPECTED` of it, each in
 units of its uncertainty; far rows count less (soft L1). Rows of other programs' own code count less than diffusers'.
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from published import ROOT, compared, published, within
+from published import ROOT, compared, published
 
 import graphrun
 from graphrun.files import Store
@@ -165,18 +165,17 @@ def prepared(rows: Sequence[dict[str, Any]]) -> list[Row]:
 
 
 def left_out(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """For each source, errors of its rows with constants fitted on all other sources; and how many of all are within 25 %."""
-    ready, found = prepared(rows), []
+    """Errors of each source's rows with constants fitted on all other sources, in the order of ``rows``."""
+    ready, found = prepared(rows), dict[int, dict[str, Any]]()
     for source in dict.fromkeys(row["source"] for row in rows):
         own = [row for row in ready if row.row["source"] == source]
         if own:
             fitted([row for row in ready if row.row["source"] != source])
         for row in own:
             result = compared({**row.row, "load_gib": None, "peak_gib": None}, {"seconds": row.seconds()})
-            found.append({"source": source, "facts": row.row["facts"], "arguments": row.row["arguments"], **result})
-    required = [row for row in found if row["facts"] != "more"]
-    counts = {kind: within(of, "seconds", 25) for kind, of in (("required", required), ("all", found))}
-    return {"left_out_within_25_percent": counts, "constants": len(EXPECTED), "left_out": found}
+            found[id(row)] = {**{name: row.row[name] for name in ("source", "facts", "arguments", "of")}, **result}
+        print(f"left out: {source}", flush=True)
+    return {"constants": len(EXPECTED), "left_out": [found[id(row)] for row in ready]}
 
 
 def main() -> None:
