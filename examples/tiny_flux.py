@@ -39,4 +39,7 @@ def tiny_flux() -> FluxPipeline:
     )
     pipe.default_sample_size = 128 // pipe.vae_scale_factor  # pictures of 128 x 128
     pipe.set_progress_bar_config(disable=True)
+    for module in pipe.components.values():
+        if isinstance(module, torch.nn.Module):
+            module.eval()  # as `from_pretrained` does: otherwise dropout makes every call different
     return pipe

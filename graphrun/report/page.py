@@ -80,23 +80,31 @@ def planned_slots(reports: Sequence[SlotReport]) -> tuple[SlotTrace, ...]:
 
 
 class Made(NamedTuple):
-    """What a run made, of what: inputs, versions, digest of the plan; when, and the pictures as data URIs."""
+    """What a run made, of what: inputs, versions, digest of the plan; when, and the pictures as data URIs.
+
+    ``outside``: names of files that are not shown, since they lie outside the trace's folder."""
 
     inputs: Mapping[str, Any]
     versions: Mapping[str, Any]
     plan: str
     date: str = ""
     pictures: Sequence[str] = ()
+    outside: Sequence[str] = ()
 
 
 def made_in(data: Mapping[str, Any], folder: Path) -> Made | None:
-    """What the trace file ``data`` says about its outputs; None where it says nothing. Pictures that are no longer in ``folder``
-    are left out."""
-    of = data.get("made")
-    if not isinstance(of, dict):
+    """Return what the trace file ``data`` in ``folder`` says about its outputs; None if it says nothing.
+
+    Pictures that no longer exist are left out. Those outside ``folder``, also through a link, are named and
+    not read: a trace from elsewhere must not put files of this machine into a page."""
+    record = data.get("made")
+    if not isinstance(record, dict):
         return None
-    shown = filter(None, (_thumbnail(folder / str(name)) for name in of["files"][:4]))
-    return Made(dict(of["inputs"]), dict(of["versions"]), str(of["plan"]), str(of["date"]), list(shown))
+    names = [str(name) for name in record["files"][:4]]
+    inside = [name for name in names if (folder / name).resolve().is_relative_to(folder.resolve())]
+    pictures = [picture for name in inside if (picture := _thumbnail(folder / name))]
+    outside = tuple(name for name in names if name not in inside)
+    return Made(dict(record["inputs"]), dict(record["versions"]), str(record["plan"]), str(record["date"]), pictures, outside)
 
 
 def _thumbnail(path: Path) -> str:
@@ -120,6 +128,7 @@ def _made(made: Made) -> str:
     inputs = {name: value for name, value in made.inputs.items() if name != "prompt"}
     rows = [("prompt", str(made.inputs.get("prompt", ""))), ("made", made.date), ("inputs", _pairs(inputs))]
     rows += [("versions", _pairs(made.versions)), ("plan", made.plan)]
+    rows += [("not shown, outside the trace's folder", ", ".join(made.outside))]
     shown = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in rows if text)
     pictures = "".join(f'<img alt="output" src="{picture}">' for picture in made.pictures)
     return f'<div class="made">{pictures}<dl>{shown}</dl></div>'

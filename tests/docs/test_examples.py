@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from campaign import sampled
 from documents import ROOT
 
@@ -42,3 +43,24 @@ def test_an_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             if cell["cell_type"] == "code":
                 exec(compile("".join(cell["source"]), name, "exec"), names)
     assert (tmp_path / MADE[name]).exists() or MADE[name] in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_two_plain_calls_of_the_example_pipeline_are_equal() -> None:
+    sys.path.append(str(FOLDER))
+    from tiny_flux import tiny_flux
+
+    pipe = tiny_flux()
+    first, second = (
+        pipe(
+            "a lighthouse",
+            height=32,
+            width=32,
+            num_inference_steps=1,
+            max_sequence_length=16,
+            generator=torch.Generator().manual_seed(0),
+            output_type="pt",
+        ).images  # fmt: skip
+        for _ in range(2)
+    )
+    assert torch.equal(first, second)

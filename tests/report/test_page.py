@@ -8,7 +8,7 @@ import io
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,24 @@ def test_a_picture_that_is_gone_or_broken_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "broken.png").write_bytes(b"no picture")
     (tmp_path / "a.wav").touch()
     assert made_in({"made": about}, tmp_path) == Made({"prompt": "x"}, {}, "0", "now", [])
+
+
+def test_pictures_outside_the_folder_of_a_trace_are_named_and_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "trace"
+    (folder / "below").mkdir(parents=True)
+    for path in (tmp_path / "private.png", folder / "a.png", folder / "below" / "b.png"):
+        Image.new("RGB", (8, 8)).save(path)
+    (folder / "link.png").symlink_to(tmp_path / "private.png")
+    outside = "../private.png", str(tmp_path / "private.png"), "link.png"
+
+    def made_of(files: Sequence[str]) -> Made:
+        made = made_in({"made": {"inputs": {}, "versions": {}, "plan": "0", "date": "now", "files": [*files]}}, folder)
+        assert made is not None
+        return made
+
+    assert made_of(outside) == Made({}, {}, "0", "now", [], outside)
+    inside = made_of(["a.png", "below/b.png", outside[0]])
+    assert (len(inside.pictures), inside.outside) == (2, outside[:1])
 
 
 def test_the_parts_of_a_slot_are_its_peak(make_problem: Any) -> None:
