@@ -18,6 +18,7 @@ from graphrun.errors import BrokenPlan, GraphError, GraphrunError, InputError, O
 from graphrun.graph.ops import op
 from graphrun.limits import raise_limits
 from graphrun.many import run_many
+from graphrun.notices import drop_notices
 
 if TYPE_CHECKING:
     from graphrun.session import Session
@@ -47,6 +48,8 @@ __all__ = [
     "run_many",
     "survey",
 ]
+
+drop_notices()
 
 _LAZY = {"Session": "graphrun.session", "Infeasible": "graphrun.solve.infeasible"}
 
