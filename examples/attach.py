@@ -7,10 +7,11 @@ On a machine with a card, load a pipeline of your own and leave ``device`` out.
 
 from __future__ import annotations
 
+import graphrun  # before diffusers, which then logs less when it is imported
+
+# isort: split
 import torch
 from tiny_flux import tiny_flux
-
-import graphrun
 
 pipe = tiny_flux()
 with graphrun.attach(pipe, vram="8M", device="sim", tell=print):

@@ -29,6 +29,7 @@ from graphrun.errors import (
 from graphrun.graph.ops import op
 from graphrun.limits import raise_limits
 from graphrun.many import run_many
+from graphrun.notices import drop_notices
 
 if TYPE_CHECKING:
     from graphrun.batch.queue import Batch
@@ -82,6 +83,8 @@ __all__ = [
     "run_many",
     "survey",
 ]
+
+drop_notices()
 
 # Imported on first use: these modules import torch, a solver, or more than `graphrun` needs to start.
 _LAZY = {

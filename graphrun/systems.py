@@ -4,6 +4,7 @@ is open, and text files are written and read as UTF-8 by name.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import threading
@@ -50,6 +51,17 @@ def read_at(file: io.FileIO, view: memoryview, offset: int) -> int:
     with _seeking:
         file.seek(offset)
         return file.readinto(view) or 0
+
+
+def allow_open_files(count: int) -> None:
+    """Raises this process's limit of open files to ``count``, as far as the system lets it. Windows has no such limit."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != resource.RLIM_INFINITY:
+            most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 def forget_cached(handle: int) -> None:

@@ -47,16 +47,20 @@ class Guarded:
         host, origin = (headers[name].decode("latin-1") if name in headers else None for name in (b"host", b"origin"))
         if host is not None and not self._names.include(host):
             name = _name_in(host)
-            what = f"not called {host[:200]!r}" + (f": if it should be, start it with --allow-host {name}" if name else "")
-            return Refused(403, f"this server is {what}", "host_refused")
-        scheme, _, address = (origin or "").lower().partition("://")
-        same = scheme in ("http", "https") and address == (host or "").lower()
-        if origin is None or same or origin.lower() in self._origins or "*" in self._origins:
+            remedy = f": if it should be, start it with --allow-host {name}" if name else ""
+            return Refused(403, f"this server is not called {host[:200]!r}{remedy}", "host_refused")
+        if origin is None or self._allows(origin.lower(), (host or "").lower()):
             return None
-        known = _ORIGIN.fullmatch(origin.lower())
-        what = origin[:200] if known else "the origin of its page, which must be served over HTTP"
-        who = f"pages of {origin[:200]}" if known else "a page without an origin"
-        return Refused(403, f"{who} may not use this server; to allow that, start it with --allow-origin {what}", "origin_refused")
+        text = "a page without an origin may not use this server: serve the page over HTTP, and name its origin by --allow-origin"
+        if _ORIGIN.fullmatch(origin.lower()):
+            shown = origin[:200]
+            text = f"pages of {shown} may not use this server: if they should, start it with --allow-origin {shown}"
+        return Refused(403, text, "origin_refused")
+
+    def _allows(self, origin: str, host: str) -> bool:
+        scheme, _, address = origin.partition("://")
+        own = scheme in ("http", "https") and address == host
+        return own or origin in self._origins or "*" in self._origins
 
 
 class Names:

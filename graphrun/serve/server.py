@@ -17,11 +17,15 @@ from graphrun.serve.connections import protocol_within
 from graphrun.serve.log import escape_log
 from graphrun.serve.service import Service
 from graphrun.serve.settings import Settings
+from graphrun.systems import allow_open_files
+
+FILES = 256  # open ones beside connections, and one upload of each
 
 
 def serve(settings: Settings, host: str, port: int, say: Callable[[str], None]) -> None:
     """Serves until a signal. ``say`` gets a line when the port is open. Raises InputError where it cannot be opened."""
     escape_log()
+    allow_open_files(FILES + 2 * settings.connections)
     asyncio.run(_serve(settings, host, port, say))
 
 

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +233,19 @@ def test_a_client_that_reads_nothing_is_cut_off_and_a_slow_one_gets_everything(p
                     await asyncio.sleep(0.02)
 
     asyncio.run(read())
+
+
+def test_a_server_may_open_as_many_files_as_it_has_connections() -> None:
+    limits = "resource.getrlimit(resource.RLIMIT_NOFILE)"
+    script = f"""import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, {limits}[1]))
+from graphrun.systems import allow_open_files
+for count in (500, 100, 10**9):
+    allow_open_files(count)
+    print({limits}[0] == min(max(count, 500), {limits}[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True"] * 3
 
 
 @pytest.mark.sweep("serve")

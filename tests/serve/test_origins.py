@@ -39,13 +39,16 @@ def from_page(origin: str, **request: Any) -> dict[str, Any]:
     return {"headers": {"Origin": origin}, **request}
 
 
-@pytest.mark.parametrize("origin", [EVIL, "http://localhost:3000", "http://127.0.0.1", "https://127.0.0.1.evil.example:{port}"])
+@pytest.mark.parametrize(
+    "origin", [EVIL, "http://localhost:3000", "http://127.0.0.1", "https://127.0.0.1.evil.example:{port}", "app://127.0.0.1:{port}"]
+)
 def test_a_foreign_page_is_refused_with_the_option_that_allows_it(port_of: Any, tmp_path: Path, origin: str) -> None:
     requests: list[dict[str, Any]] = [
         from_page(origin, method="POST", url="/v1/images/edits", **FORM),
         from_page(origin, method="POST", url="/v1/images/generations", json={"prompt": "a"}),
         from_page(origin),
         from_page(origin, url="/v1/jobs/any/events"),
+        {"headers": {"Origin": origin, "Connection": "Upgrade", "Upgrade": "websocket"}},
         {"method": "OPTIONS", "headers": {"Origin": origin, "Access-Control-Request-Method": "POST"}},
     ]
     answers = asked(port_of, tmp_path / "files", *requests)

@@ -16,6 +16,8 @@ import psutil
 import pytest
 from PIL import Image
 
+from graphrun.notices import DROPPED
+
 KEY = "a key for tests"
 pytestmark = pytest.mark.long
 
@@ -214,6 +216,11 @@ def test_those_that_mean_harm_are_refused(server: Any) -> None:
             connection.sendall(half)
             assert server.client.get("/healthz").status_code == 200
     assert server.client.get("/readyz").status_code == 200
+
+
+def test_libraries_write_nothing_to_the_log_when_the_processes_import_them(server: Any, client: openai.OpenAI) -> None:
+    assert client.images.generate(prompt="a").data
+    assert not [line for line in server.log.read_text().splitlines() for part in DROPPED.values() if part in line]
 
 
 def test_openapi_and_the_page_name_nothing_elsewhere(server: Any) -> None:
