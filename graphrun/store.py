@@ -41,6 +41,7 @@ from graphrun.profile.problems import Limits, option_phases_of, problem_of
 from graphrun.profile.recording import DryRun
 from graphrun.reading import read_text
 from graphrun.solve.granularity import split_into_layers
+from graphrun.units import show_size
 from graphrun.verify.solution import checked_solution
 
 if TYPE_CHECKING:
@@ -152,12 +153,14 @@ def solution_for(problem: Problem, store: Store | None, solved: Callable[[float]
     return solution
 
 
-def fitting_for(problem: Problem, store: Store | None) -> Solution | None:
-    """As `solution_for`, but None where nothing fits."""
+def fitting_for(problem: Problem, store: Store | None, step: Callable[[str], None] | None = None) -> Solution | None:
+    """As `solution_for`, but None where nothing fits. ``step``: called with the budget as text before a solve."""
     if (stored := _stored_plan(problem, store)) is not None:
         return stored
     from graphrun.solve.pages import solved
 
+    if step is not None:
+        step(show_size(problem.budget_bytes))
     if (solution := solved(problem)) is not None:
         keep_plan(problem, solution, store)
     return solution
@@ -177,16 +180,30 @@ def advice_for(problem: Problem, solution: Solution, options: Callable[[], Itera
     return worthwhile(found, solution)
 
 
-def frontier_for(problem: Problem, budgets: Iterable[int], store: Store | None, device: int = 0) -> Frontier:
+def frontier_for(
+    problem: Problem,
+    budgets: Iterable[int],
+    store: Store | None,
+    device: int = 0,
+    step: Callable[[str], None] | None = None,
+) -> Frontier:
     """`graphrun.solve.frontier.frontier`, with plans read from ``store`` and kept there: that of a smaller budget too, where it is
-    the faster one."""
+    the faster one. ``step``: as for `fitting_for`."""
     from graphrun.solve.frontier import at_budget, frontier  # imports highspy
 
-    points = frontier(problem, budgets, lambda of: fitting_for(of, store), device)
+    points = frontier(problem, budgets, lambda of: fitting_for(of, store, step), device)
     for point in points:
         if point.solution is not None:
             keep_plan(at_budget(problem, point.budget_bytes, device), point.solution, store)
     return points
+
+
+def curve_for(problem: Problem, own: Solution, store: Store | None, step: Callable[[str], None]) -> Frontier:
+    """`graphrun.solve.frontier.curve` around ``own``, the plan of ``problem``, with other plans read from ``store`` and kept there.
+    ``step``: called with a text before each solve. ``own`` is not kept: it may be from a file, which can claim any proof."""
+    from graphrun.solve.frontier import curve  # imports highspy
+
+    return curve(problem, own, lambda of: fitting_for(of, store, step))
 
 
 def _stored_plan(problem: Problem, store: Store | None) -> Solution | None:

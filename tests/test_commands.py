@@ -9,13 +9,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from PIL import Image
 
 from graphrun.cli.options import retyped
-from graphrun.units import MIB
+from graphrun.model.problem import Problem
+from graphrun.solve import alternatives, pages, solve
+from graphrun.units import GIB, MIB
 
 TINY = str(Path(__file__).parent.parent / "graphs" / "flux-tiny.yaml")
 Cli = Callable[..., tuple[int, str, str]]
@@ -151,6 +154,57 @@ def test_explain_says_what_other_placements_of_a_component_would_cost(graphrun: 
     code, _, err = graphrun("explain", "plan.json", "transfromer")
     assert code == 2
     assert "no component 'transfromer'" in err
+
+
+@pytest.fixture
+def solves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Problem]:
+    """The problems that are solved, in order, with an empty cache at first."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    found, solved = list[Problem](), pages.solved
+
+    def counted(problem: Problem) -> Any:
+        found.append(problem)
+        return solved(problem)
+
+    for module in (pages, solve, alternatives):
+        monkeypatch.setattr(module, "solved", counted)
+    return found
+
+
+@pytest.mark.long
+def test_a_report_solves_no_budget_beyond_the_card_and_no_plan_twice(graphrun: Cli, solves: list[Problem]) -> None:
+    """A plan for 24 GiB on a card with 8: no part of the curve is beyond these."""
+    graphrun("plan", TINY, "--hardware", "rtx4060", "--vram", "24G", "--set", "steps=1", "-o", "plan.json")
+    assert [problem.budget_bytes for problem in solves] == [24 * GIB]
+    assert graphrun("report", "plan.json")[0] == 0
+    others = [problem.budget_bytes for problem in solves[1:]]
+    assert 0 < len(others) == len(set(others)) <= 6
+    assert max(others) < 8 * GIB, "of 8 GiB the plan is known"
+    page = Path("report.html").read_text()
+    ticks = re.findall(r">([0-9.]+) GiB</text>", page[page.index("Time against budget") :])
+    assert ticks
+    assert max(map(float, ticks)) <= 8
+    graphrun("report", "plan.json", "-o", "again.html")
+    assert len(solves) == 1 + len(others), "all are in the cache"
+
+
+def test_a_frontier_ends_at_the_card(graphrun: Cli, solves: list[Problem]) -> None:
+    options = ("frontier", TINY, "--hardware", "rtx4060", "--set", "steps=1", "--vram", "4G:48G", "--json")
+    code, out, err = graphrun(*options)
+    assert (code, err) == (0, "the rtx4060 has 8.00 GiB: larger budgets are left out\n")
+    asked = [problem.budget_bytes // GIB for problem in solves]
+    assert asked == [point["budget_bytes"] // GIB for point in json.loads(out)["points"]] == [4, 6, 8]
+
+
+@pytest.mark.long
+def test_explain_solves_each_row_once_and_what_fits_only_the_first_time(graphrun: Cli, solves: list[Problem]) -> None:
+    graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "--set", "steps=1", "-o", "plan.json")
+    assert len(solves) == 1
+    rows = json.loads(graphrun("explain", "plan.json", "transformer", "--json")[1])["alternatives"][1:]
+    tried = [row for row in rows if "refusal" not in row]
+    assert len(solves) == 1 + len(tried)
+    assert json.loads(graphrun("explain", "plan.json", "transformer", "--json")[1])["alternatives"][1:] == rows
+    assert len(solves) == 1 + len(tried) + sum(not row["feasible"] for row in tried)
 
 
 DEMANDS = ("--keep", "text_encoder", "--exclude", "transformer", "--reserve", "1M")

@@ -24,6 +24,7 @@ from graphrun.cli.common import (
     named,
     native_stdout_to_stderr,
     planned,
+    say,
     show,
 )
 from graphrun.cli.options import Asked, Reuse, Verbose, shared
@@ -35,7 +36,7 @@ from graphrun.files import Store
 from graphrun.reading import read_json
 from graphrun.report import plan_files as planfile
 from graphrun.report.screen import Look
-from graphrun.units import parse_size, typed_size
+from graphrun.units import parse_size, show_size, typed_size
 
 
 @app.command()
@@ -101,15 +102,16 @@ def explain(
         show(summarize(solution, made.solve_seconds), as_json, explain_screen(solution))
         return
     from graphrun.solve.alternatives import alternatives
-    from graphrun.store import keep_plan
+    from graphrun.store import fitting_for, keep_plan
 
-    with native_stdout_to_stderr(), alive(f"other placements of {component}"):
-        best, found = alternatives(solution, component)
+    store = _store(cache_folder(asked.no_cache))
+    with native_stdout_to_stderr(), alive(f"other placements of {component}") as step:
+        best, found = alternatives(solution, component, lambda of: fitting_for(of, store), step)
     screen = alternatives_screen(best, component, found)
     if best is not solution:
-        store = _store(cache_folder(asked.no_cache)) if made.problem is not None else None
-        keep_plan(made.problem, best, store)
-        screen += f"\n{faster_than(solution, store is not None)}"
+        kept = store if made.problem is not None else None
+        keep_plan(made.problem, best, kept)
+        screen += f"\n{faster_than(solution, kept is not None)}"
     show(alternatives_json(best, component, found), as_json, screen)
 
 
@@ -195,15 +197,19 @@ def frontier(
         raise InputError(f"--vram {asked.vram}: one device is varied at a time: give the others a budget, as in 24G,4G:12G")
     device, vram = varied[0], [of.vram for of in several]
     vram[device] = (budgeted(asked, each[0]).vram if asked.vram == "auto" else vram[device]) or ""
-    budgets = sizes_between(vram[device], whole_bytes=each[device].capacity_bytes if each[device].device != "sim" else None)
+    card = each[device]
+    budgets = sizes_between(vram[device], whole_bytes=card.capacity_bytes if card.device != "sim" else None)
+    if budgets[-1] > card.capacity_bytes:
+        say(f"the {card.name} has {show_size(card.capacity_bytes)}: larger budgets are left out")
+        budgets = tuple(sorted({min(budget, card.capacity_bytes) for budget in budgets}))
     rows, problems = [], []
     for value, own in swept:
         vram[device] = budgets[0]
         arguments = {**asked.estimate_arguments, "hardware": each, "vram": vram, "inputs": own, "cache": cache}
         what = f"{name}={value}" if name else f"plans for {len(budgets)} budgets"
-        with native_stdout_to_stderr(), alive(what):
+        with native_stdout_to_stderr(), alive(what) as step:
             problems.append(api.estimate(loaded, **arguments))
-            rows.append((value, frontier_for(problems[-1], budgets, _store(cache), device)))
+            rows.append((value, frontier_for(problems[-1], budgets, _store(cache), device, step)))
     if plot is not None:
         drawn = frontier_svg(problems[0], rows, name)
         if plot.suffix == ".svg":
@@ -227,8 +233,7 @@ def report(
 ) -> None:
     """Write a self-contained HTML page about a run: timeline, plan, planned and measured numbers, time against budget."""
     from graphrun.report.page import made_in, measured_in, report_page
-    from graphrun.solve.frontier import budgets_around
-    from graphrun.store import frontier_for
+    from graphrun.store import curve_for
 
     data = read_json(trace, PlanError)
     if isinstance(data, dict) and "lanes" in data:
@@ -249,8 +254,8 @@ def report(
         made = made_in(data, trace.parent) if traced else None
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise PlanError(f"is a damaged trace: {type(error).__name__} {error}", str(trace)) from error
-    with native_stdout_to_stderr(), alive("plans for other budgets"):
-        points = frontier_for(solution.problem, budgets_around(solution.problem), _store(cache_folder(False)))
+    with native_stdout_to_stderr(), alive("plans for other budgets") as step:
+        points = curve_for(solution.problem, solution, _store(cache_folder(False)), step)
     planfile.write_text(out, report_page(solution, measured, points, made))
     echo(f"wrote {out}")
 

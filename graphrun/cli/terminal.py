@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import typer
@@ -60,21 +60,31 @@ def print_to(console: Console, screen: str) -> None:
 
 
 @contextlib.contextmanager
-def alive(what: str, *, quiet: bool = False) -> Iterator[None]:
-    """A context that shows on stderr what takes so long: a spinner on a terminal, and in a pipe one line after a second."""
+def alive(what: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """A context that shows on stderr what takes so long: a spinner on a terminal, and in a pipe one line after a second.
+
+    Yields a function to be called with the text of each further step, which is shown after ``what`` in the same way.
+    """
     if quiet:
-        yield
+        yield lambda _: None
     elif sys.stderr.isatty():
         from rich.console import Console
         from rich.text import Text
 
-        with Console(stderr=True).status(Text(printable(what))):
-            yield
+        with Console(stderr=True).status(Text(printable(what))) as status:
+            yield lambda step: status.update(Text(printable(f"{what}: {step}")))
     else:
-        timer = threading.Timer(SOON_SECONDS, lambda: typer.echo(f"  {printable(what)}", err=True))
-        timer.daemon = True
-        timer.start()
+        running = list[threading.Timer]()
+
+        def tell(text: str) -> None:
+            for timer in running:
+                timer.cancel()
+            running[:] = [threading.Timer(SOON_SECONDS, lambda: typer.echo(f"  {printable(text)}", err=True))]
+            running[0].daemon = True
+            running[0].start()
+
+        tell(what)
         try:
-            yield
+            yield lambda step: tell(f"{what}: {step}")
         finally:
-            timer.cancel()
+            running[0].cancel()

@@ -61,7 +61,7 @@ def report_page(solution: Solution, measured: Trace | None, points: Sequence[Poi
         rows = [units.row(pair[1].name, *beside_cells([pair])) for pair in measured.beside(simulation.slots)]
         sections.append(_table("Planned against measured", ("slot", *titles, "measured"), rows))
     if points:
-        drawn = frontier_svg(problem, [("", points)], marked_bytes=problem.budget_bytes)
+        drawn = frontier_svg(problem, [("", points)], marked_bytes=min(problem.budget_bytes, problem.hardware.capacity_bytes))
         sections.append(f'<h2>Time against budget</h2><div class="wide frontier">{drawn}</div>')
     for title, text in (("The plan as text", str(solution.plan)), ("The plan's screen", plan_screen(solution))):
         sections.append(f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>")

@@ -316,12 +316,10 @@ def fastest(points: Sequence[Point]) -> Point | None:
 
 
 def _notes(problem: Problem, points: Sequence[Point]) -> list[str]:
-    least, hardware = points[0].smallest_budget_bytes, _hardware(problem, points[0].device)
+    least = points[0].smallest_budget_bytes
     notes = [f"{_smallest_title(problem)}: {_option('--vram', least, problem)}"] if least else []
     if (best := fastest(points)) is not None:
         notes.insert(0, f"fastest: {show_seconds(best.seconds)}, from {show_size(best.budget_bytes)} on")
-    if any(point.budget_bytes > hardware.capacity_bytes for point in points):
-        notes.append(f"a budget above {hardware.name}'s {show_size(hardware.capacity_bytes)} counts as that much")
     return notes
 
 

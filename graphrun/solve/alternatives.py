@@ -6,7 +6,7 @@ then it takes the plan's place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from graphrun.errors import InputError
@@ -18,6 +18,7 @@ from graphrun.model.solution import Solution
 from graphrun.solve.infeasible import refusal
 from graphrun.solve.pages import carried_over, solved
 
+Solve = Callable[[Problem], Solution | None]
 PLACEMENTS: tuple[Placement, ...] = ("whole", "exclude", "drop", "keep")
 
 
@@ -49,19 +50,26 @@ class Alternative:
         return not self.refusal and not self.binding
 
 
-def alternatives(solution: Solution, component: str) -> tuple[Solution, tuple[Alternative, ...]]:
+def alternatives(
+    solution: Solution,
+    component: str,
+    solve: Solve = solved,
+    step: Callable[[str], None] = lambda _: None,
+) -> tuple[Solution, tuple[Alternative, ...]]:
     """The plan itself, then each of `PLACEMENTS` for ``component``, then each of its other variants, all solved and simulated; and
     before them the plan: ``solution``, or the fastest of the alternatives that keep what its problem demands and allows.
 
-    Other components keep their directives; the solver may choose other variants for them. Raises InputError for an unknown
+    Other components keep their directives; the solver may choose other variants for them. ``solve``: returns a solution, or None
+    where nothing fits. ``step``: called with the name of each alternative before it is solved. Raises InputError for an unknown
     component.
     """
     problem, names = solution.problem, [numbers.name for numbers in solution.problem.components]
     if component not in names:
         raise InputError(f"the plan has no component {component!r}; it has {', '.join(names)}")
     others = [directive for directive in problem.directives if directive.component != component]
-    placed = (_with_placement(solution, others, Directive(placement, component)) for placement in PLACEMENTS)
-    tried = [*placed, *_with_other_variants(solution, problem.component(component))]
+    problems = [_with_placement(solution, others, Directive(placement, component)) for placement in PLACEMENTS]
+    problems += _with_other_variants(solution, problem.component(component))
+    tried = [_solved_alternative(of, changed, solve, step) for of, changed in problems]
     allowed = (_as_plan(solution, component, of, found) for of, found in tried if found is not None)
     best = min((solution, *(of for of in allowed if of is not None)), key=lambda of: of.simulation.total_seconds)
     rows = (_simulated(of, found, best.plan) if found is not None else of for of, found in tried)
@@ -69,17 +77,18 @@ def alternatives(solution: Solution, component: str) -> tuple[Solution, tuple[Al
 
 
 _Tried = tuple[Alternative, Solution | None]
+_Untried = tuple[Alternative, Problem | None]  # None: it cannot be tried
 
 
-def _with_placement(solution: Solution, others: list[Directive], directive: Directive) -> _Tried:
+def _with_placement(solution: Solution, others: list[Directive], directive: Directive) -> _Untried:
     try:
         problem = directed(solution.problem, [*others, directive])
     except InputError as error:
         return Alternative(directive.placement, refusal=str(error)), None
-    return _solved_alternative(Alternative(directive.placement), problem)
+    return Alternative(directive.placement), problem
 
 
-def _with_other_variants(solution: Solution, component: ComponentNumbers) -> Iterator[_Tried]:
+def _with_other_variants(solution: Solution, component: ComponentNumbers) -> Iterator[_Untried]:
     """Every variant except the plan's, each as the only variant. A variant that is not allowed is tried as if it were."""
     problem = solution.problem
     planned = dict(solution.plan.variants).get(component.name, component.variants[0].name)
@@ -88,7 +97,7 @@ def _with_other_variants(solution: Solution, component: ComponentNumbers) -> Ite
             permission = variant.needs if variant.needs not in problem.allow else ""
             only = component.held_as(variant.name)
             components = tuple(only if other.name == component.name else other for other in problem.components)
-            yield _solved_alternative(Alternative("", variant.name, permission), replace(problem, components=components))
+            yield Alternative("", variant.name, permission), replace(problem, components=components)
 
 
 def _as_plan(solution: Solution, component: str, of: Alternative, found: Solution) -> Solution | None:
@@ -101,8 +110,11 @@ def _as_plan(solution: Solution, component: str, of: Alternative, found: Solutio
     return carried_over(solution.problem, named, solution.bound_seconds)
 
 
-def _solved_alternative(of: Alternative, problem: Problem) -> _Tried:
-    if (solution := solved(problem)) is not None:
+def _solved_alternative(of: Alternative, problem: Problem | None, solve: Solve, step: Callable[[str], None]) -> _Tried:
+    if problem is None:
+        return of, None
+    step(of.placement or of.variant)
+    if (solution := solve(problem)) is not None:
         return of, solution
     why = refusal(problem, repairs=False)
     return replace(of, binding=why.binding, needs=why.needs, smallest_budget_bytes=why.smallest_budget_bytes), None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from math import inf
 
 from graphrun.errors import InputError
 from graphrun.model.problem import Problem
@@ -22,6 +23,8 @@ from graphrun.units import MIB, html_table, parse_size, show_seconds, show_size
 # Limit of `sizes_between` and `values_between`. Each budget is one solve, each value of an input one dry run of seconds; a table
 # shows far fewer.
 MOST_POINTS = 1000
+VISIBLE = 1 / 100  # of a curve's height: a smaller difference of seconds is 3 pixels at most
+WIDE = 1 / 4  # of a curve's width: a narrower part is not halved
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -74,18 +77,57 @@ def frontier(
     """One point per budget of ``budgets`` (bytes of VRAM of device number ``device``), in their order, infeasible ones included.
     Where a plan for a smaller one of them is faster than what is found for a larger one, it is the plan for both.
 
-    ``solve``: returns a solution, or None where nothing fits.
+    ``solve``: returns a solution, or None where nothing fits. Budgets beyond the card's memory share the plan for all of it.
     """
     least_bytes, asked = smallest_budget(problem) if not device else 0, list(budgets)
-    points, best = dict[int, Point](), None
+    most = (problem.helpers[device - 1] if device else problem).hardware.capacity_bytes
+    points, best, at_most = dict[int, Point](), None, None
     for budget in sorted(set(asked)):
         of = at_budget(problem, budget, device)
-        found = solve(of)
+        if budget <= most:
+            found = solve(of)
+        else:
+            at_most = at_most or solve(at_budget(problem, most, device))
+            found = None if at_most is None else carried_over(of, at_most, at_most.bound_seconds)
         if best is not None and (found is None or _seconds(best) < _seconds(found)):
             found = carried_over(of, best, best.bound_seconds if found is None else found.bound_seconds) or found
         points[budget] = _point(of, budget, least_bytes, found, device)
         best = found
     return Frontier(points[budget] for budget in asked)
+
+
+def curve(problem: Problem, own: Solution, solve: Callable[[Problem], Solution | None] = solved) -> Frontier:
+    """The points of a drawn curve, with its ends and ``own``, the plan for the budget of ``problem``, which is not solved again.
+
+    The middle between two points is solved where their seconds differ visibly and the part between them is a wide one.
+    """
+    budget = min(problem.budget_bytes, problem.hardware.capacity_bytes)
+    least, most = curve_ends(problem)
+    most = max(most, budget)
+    found = {budget: carried_over(at_budget(problem, budget), own, own.bound_seconds)}
+
+    def seconds(nbytes: int) -> float:
+        if nbytes not in found:
+            found[nbytes] = solve(at_budget(problem, nbytes))
+        return inf if (solution := found[nbytes]) is None else _seconds(solution)
+
+    highest, parts = seconds(least), [(least, budget), (budget, most)]
+    while parts:
+        low, high = parts.pop()
+        if seconds(low) - seconds(high) > VISIBLE * highest and high - low > WIDE * (most - least):
+            middle = (low + high) // 2
+            parts += [(low, middle), (middle, high)]
+    return frontier(problem, sorted(found), lambda of: found[of.budget_bytes])
+
+
+def curve_ends(problem: Problem) -> tuple[int, int]:
+    """Where a curve of ``problem`` begins and ends, in bytes: at the smallest budget that works, and at the one that holds all
+    components at once, or the card's memory."""
+    least = smallest_budget(problem)
+    weights = sum(max(component.weight_bytes(n) for n in problem.usable(component)) for component in problem.components)
+    slots = max((max(p.first_bytes, p.steady_bytes) + p.live_in_bytes for p in problem.phases), default=0)
+    whole = problem.overhead_bytes + weights + slots + sum(value.nbytes for value in problem.values)
+    return least, max(least, min(whole, problem.hardware.capacity_bytes))
 
 
 def at_budget(problem: Problem, nbytes: int, device: int = 0) -> Problem:
@@ -94,17 +136,6 @@ def at_budget(problem: Problem, nbytes: int, device: int = 0) -> Problem:
         return replace(problem, budget_bytes=nbytes)
     helpers = enumerate(problem.helpers, 1)
     return replace(problem, helpers=tuple(replace(of, budget_bytes=nbytes) if n == device else of for n, of in helpers))
-
-
-def budgets_around(problem: Problem, count: int = 8) -> tuple[int, ...]:
-    """``count`` evenly spaced budgets in bytes, from the smallest that works to one that holds all components at once, and
-    ``problem``'s own budget."""
-    least = smallest_budget(problem)
-    weights = sum(max(component.weight_bytes(n) for n in problem.usable(component)) for component in problem.components)
-    slots = max((max(p.first_bytes, p.steady_bytes) + p.live_in_bytes for p in problem.phases), default=0)
-    most = max(least + 1, problem.overhead_bytes + weights + slots + sum(value.nbytes for value in problem.values))
-    spread = (least + (most - least) * number // max(1, count - 1) for number in range(count))
-    return tuple(sorted({*spread, problem.budget_bytes}))
 
 
 def _seconds(solution: Solution) -> float:

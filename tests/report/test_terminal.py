@@ -72,6 +72,11 @@ def test_in_a_pipe_a_line_says_what_takes_long(capsys: pytest.CaptureFixture[str
         pass
     with alive("a long thing"):
         time.sleep(0.6)
-    with alive("a quiet thing", quiet=True):
+    with alive("a quiet thing", quiet=True) as step:
+        step("one")
         time.sleep(0.6)
-    assert capsys.readouterr().err == "  a long thing\n"
+    with alive("two things") as step:
+        step("short")
+        step("long")
+        time.sleep(0.6)
+    assert capsys.readouterr().err == "  a long thing\n  two things: long\n"

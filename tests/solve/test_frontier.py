@@ -13,12 +13,13 @@ from planner_problems import GIB, MIB, flux
 from graphrun.errors import InputError
 from graphrun.files import Store
 from graphrun.model.directives import directed
-from graphrun.model.problem import Directive
-from graphrun.solve.frontier import budgets_around, frontier, sizes_between, values_between
+from graphrun.model.problem import Directive, Problem
+from graphrun.model.solution import Solution
+from graphrun.solve.frontier import at_budget, curve, curve_ends, frontier, sizes_between, values_between
 from graphrun.solve.infeasible import smallest_budget
-from graphrun.solve.pages import carried_over
+from graphrun.solve.pages import carried_over, solved
 from graphrun.solve.solve import solve
-from graphrun.store import fitting_for, frontier_for, keep_plan
+from graphrun.store import curve_for, fitting_for, frontier_for, keep_plan
 from graphrun.verify.simulate import simulate
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
@@ -62,14 +63,10 @@ def test_what_a_frontier_carries_over_is_the_plan_for_the_larger_budget_from_the
     "name", sorted(path.stem for path in GRAPHS.glob("*.yaml") if "-tiny" not in path.stem and path.stem != "pyramid-flow")
 )
 def test_no_frontier_of_a_reference_graph_rises(name: str, make_problem: Any) -> None:
-    """25 budgets, from the smallest that works to one for all components at once, or to the card's memory where even the smallest
-    is for all of them."""
+    """25 budgets, from the smallest that works to one for all components at once, or to the card's memory."""
     problem = make_problem(name, 24 * GIB, hardware="rtx4090")
-    budgets = budgets_around(problem, 25)
-    if len(budgets) < 25:
-        least, *_, most = budgets
-        budgets = tuple(least + (most - least) * number // 24 for number in range(25))
-    points = frontier(problem, budgets)
+    least, most = curve_ends(problem)
+    points = frontier(problem, [least + (most - least) * number // 24 for number in range(25)])
     assert len(points) >= 25
     assert all(point.fits for point in points)
     assert all(later.seconds <= earlier.seconds for earlier, later in pairwise(points))
@@ -81,6 +78,67 @@ def test_infeasible_points_name_the_smallest_budget_to_the_byte() -> None:
     below, at = frontier(of, (least - 1, least))
     assert (below.fits, at.fits) == (False, True)
     assert below.smallest_budget_bytes == at.smallest_budget_bytes == least
+
+
+def on_card(gib: int, budget_bytes: int) -> Problem:
+    """FLUX on a card with ``gib`` GiB."""
+    problem = flux(budget_bytes, steps=4)
+    return replace(problem, hardware=replace(problem.hardware, capacity_bytes=gib * GIB))
+
+
+def test_no_budget_is_solved_beyond_the_card() -> None:
+    problem, asked = on_card(8, 8 * GIB), list[int]()
+
+    def counted(of: Problem) -> Solution | None:
+        asked.append(of.budget_bytes)
+        return solved(of)
+
+    least = smallest_budget(problem)
+    points = frontier(problem, (GIB, least - 1, least, 6 * GIB, 12 * GIB, 24 * GIB, 48 * GIB), counted)
+    assert asked == [GIB, least - 1, least, 6 * GIB, 8 * GIB]
+    assert [point.fits for point in points] == [False, False, True, True, True, True, True]
+    assert [point.budget_bytes // GIB for point in points[-3:]] == [12, 24, 48]
+    for point in points[-3:]:
+        alone = solve(at_budget(problem, point.budget_bytes))
+        assert point.solution is not None
+        assert str(point.solution.plan) == str(alone.plan), "the same as if it were solved"
+    asked.clear()
+    frontier(problem, (24 * GIB,), counted)
+    assert asked == [8 * GIB]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("card", "budget"), [(8, 6), (8, 8), (8, 24), (16, 6), (96, 8), (96, 60)])
+def test_a_curve_ends_at_the_card_and_solves_what_is_seen_of_it(card: int, budget: int, tmp_path: Path) -> None:
+    """The plan that the curve is drawn around is not solved again, nor a budget between two that take as long."""
+    problem, asked = on_card(card, budget * GIB), list[int]()
+    own = solve(problem)
+
+    def counted(of: Problem) -> Solution | None:
+        asked.append(of.budget_bytes)
+        return solved(of)
+
+    points = curve(problem, own, counted)
+    budgets = [point.budget_bytes for point in points]
+    least, most = curve_ends(problem)
+    assert least == smallest_budget(problem)
+    end = max(most, min(budget, card) * GIB)
+    assert end <= card * GIB
+    assert budgets == sorted({least, min(budget, card) * GIB, end, *asked})
+    assert min(budget, card) * GIB not in asked
+    assert len(asked) == len(set(asked)) <= 7
+    assert all(point.fits for point in points)
+    assert all(later.seconds <= earlier.seconds for earlier, later in pairwise(points))
+    highest = points[0].seconds
+    for low, high in pairwise(points):
+        steep = low.seconds - high.seconds > highest / 100
+        assert not steep or high.budget_bytes - low.budget_bytes <= (end - least) / 4, "steep parts are drawn finely"
+    store, steps = Store(tmp_path), list[str]()
+    assert [point.seconds for point in curve_for(problem, own, store, steps.append)] == [point.seconds for point in points]
+    assert len(steps) == len(asked)
+    assert "GiB" in steps[-1]
+    curve_for(problem, own, store, steps.append)
+    assert len(steps) == len(asked), "every other plan is in the cache"
 
 
 def test_a_range_of_budgets() -> None:
