@@ -29,7 +29,7 @@ from graphrun.errors import (
 from graphrun.graph.ops import op
 from graphrun.limits import raise_limits
 from graphrun.many import run_many
-from graphrun.notices import drop_notices
+from graphrun.notices import without_notices
 
 if TYPE_CHECKING:
     from graphrun.batch.queue import Batch
@@ -84,8 +84,6 @@ __all__ = [
     "survey",
 ]
 
-drop_notices()
-
 # Imported on first use: these modules import torch, a solver, or more than `graphrun` needs to start.
 _LAZY = {
     "Attachment": "graphrun.diffusers_.attach",
@@ -107,7 +105,8 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     """Import a class of ``_LAZY`` on first use."""
     if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
+        with without_notices():
+            return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

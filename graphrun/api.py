@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from graphrun.errors import InputError, PlanError
 from graphrun.files import Store
 from graphrun.graph.values import strings
+from graphrun.notices import without_notices
 from graphrun.units import parse_size
 
 RUNS = 100  # of a session by default: enough that the first run, which loads, weighs little
@@ -325,7 +326,8 @@ def attach(
     Other arguments are as for `estimate`. Raises InputError for arguments that mean nothing, and where something else moves the
     weights already; a call raises ProbeError or Infeasible where it cannot be planned.
     """
-    from graphrun.diffusers_.attach import Attachment, hardware_of
+    with without_notices():
+        from graphrun.diffusers_.attach import Attachment, hardware_of
     from graphrun.diffusers_.live import components_of
     from graphrun.diffusers_.proxy import refuse_placed, refuse_unnamed
     from graphrun.graph.graph import Directives

@@ -1,8 +1,10 @@
-"""Lines that libraries log when they are imported, and that tell a user of graphrun nothing. Their loggers drop them."""
+"""Lines that libraries log when graphrun imports them, and that tell a user of graphrun nothing."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 DROPPED = {
     # diffusers imports bitsandbytes. That looks for an optional package, whose product of 4-bit weights is faster on a CPU.
@@ -24,7 +26,15 @@ class _Without(logging.Filter):
         return self._part not in record.getMessage()
 
 
-def drop_notices() -> None:
-    """Drops the lines of `DROPPED` in this process. Call it before diffusers is imported."""
-    for name, part in DROPPED.items():
-        logging.getLogger(name).addFilter(_Without(part))
+@contextmanager
+def without_notices() -> Iterator[None]:
+    """A context in which the lines of `DROPPED` are dropped: imports by graphrun, and processes of its own. The
+    loggers are as before at its end."""
+    filters = {name: _Without(part) for name, part in DROPPED.items()}
+    for name, dropped in filters.items():
+        logging.getLogger(name).addFilter(dropped)
+    try:
+        yield
+    finally:
+        for name, dropped in filters.items():
+            logging.getLogger(name).removeFilter(dropped)

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from graphrun.limits import raise_limits
+from graphrun.notices import without_notices
 from graphrun.serve.log import escape_log
 from graphrun.serve.settings import Settings
 
@@ -78,5 +79,5 @@ def _begin(main: Main, connection: Connection, settings: Settings) -> None:
     escape_log()
     leave_signals()
     raise_limits(**settings.limits)
-    with contextlib.suppress(EOFError, BrokenPipeError):  # the server has ended
+    with without_notices(), contextlib.suppress(EOFError, BrokenPipeError):  # the server has ended
         main(connection, settings)
