@@ -178,7 +178,7 @@ def test_a_report_solves_no_budget_beyond_the_card_and_no_plan_twice(graphrun: C
     assert [problem.budget_bytes for problem in solves] == [24 * GIB]
     assert graphrun("report", "plan.json")[0] == 0
     others = [problem.budget_bytes for problem in solves[1:]]
-    assert 0 < len(others) == len(set(others)) <= 6
+    assert 0 < len(others) == len(set(others)) <= 9
     assert max(others) < 8 * GIB, "of 8 GiB the plan is known"
     page = Path("report.html").read_text()
     ticks = re.findall(r">([0-9.]+) GiB</text>", page[page.index("Time against budget") :])

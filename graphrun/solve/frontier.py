@@ -24,7 +24,7 @@ from graphrun.units import MIB, html_table, parse_size, show_seconds, show_size
 # shows far fewer.
 MOST_POINTS = 1000
 VISIBLE = 1 / 100  # of a curve's height: a smaller difference of seconds is 3 pixels at most
-WIDE = 1 / 4  # of a curve's width: a narrower part is not halved
+WIDE = 1 / 8  # of a curve's width: a narrower part is not halved
 
 
 @dataclass(frozen=True, slots=True, repr=False)
