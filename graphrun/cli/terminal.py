@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from graphrun.errors import Interrupted
 from graphrun.reading import printable
 
 if TYPE_CHECKING:
@@ -61,7 +62,17 @@ def print_to(console: Console, screen: str) -> None:
 
 @contextlib.contextmanager
 def alive(what: str, *, quiet: bool = False) -> Iterator[None]:
-    """A context that shows on stderr what takes so long: a spinner on a terminal, and in a pipe one line after a second."""
+    """A context that shows on stderr what takes so long: a spinner on a terminal, and in a pipe one line after a second. Raises
+    Interrupted, which names it, for Ctrl-C that is not handled inside."""
+    try:
+        with _shown(what, quiet=quiet):
+            yield
+    except KeyboardInterrupt:
+        raise Interrupted(f"interrupted ({what}): there is no result yet") from None
+
+
+@contextlib.contextmanager
+def _shown(what: str, *, quiet: bool) -> Iterator[None]:
     if quiet:
         yield
     elif sys.stderr.isatty():
