@@ -23,6 +23,7 @@ from graphrun.errors import (
     Interrupted,
     OutOfMemory,
     PlanError,
+    PlanningInterrupted,
     StageError,
     TransferFailed,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "LivePipeline",
     "OutOfMemory",
     "PlanError",
+    "PlanningInterrupted",
     "ProbeError",
     "Problem",
     "RaceError",

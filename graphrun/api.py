@@ -207,6 +207,8 @@ def plan(problem: Problem, *, cache: Path | None = None, solved: Callable[[float
 
     ``cache``: a folder of plans; a plan found there is checked before it is used. ``solved`` is called with the seconds that
     solving took, and not where the plan was found.
+
+    Ctrl-C raises PlanningInterrupted, a KeyboardInterrupt whose ``best()`` is the best plan so far, or None.
     """
     from graphrun.store import solution_for
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
@@ -59,6 +60,18 @@ class TransferFailed(BrokenPlan):
 
 class DeviceLost(BrokenPlan):
     """The process of a cluster's device ended again and again under a run."""
+
+
+class PlanningInterrupted(KeyboardInterrupt):
+    """Planning was interrupted by Ctrl-C. ``best()`` returns the best `Solution` so far, with its bound; None where there is none.
+
+    ``infeasible``: no plan fits, and what would help was searched.
+    """
+
+    def __init__(self, best: Callable[[], Any], *, infeasible: bool = False) -> None:
+        super().__init__("interrupted while planning; best() is the best plan so far")
+        self.best = best
+        self.infeasible = infeasible
 
 
 class Interrupted(GraphrunError):

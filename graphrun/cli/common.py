@@ -20,17 +20,18 @@ from graphrun import api
 from graphrun.cli.downloads import Told, asked_for
 from graphrun.cli.options import Asked
 from graphrun.cli.terminal import alive, coloured, width
-from graphrun.errors import GraphrunError, InputError, Interrupted, PlanError
+from graphrun.errors import GraphrunError, InputError, Interrupted, PlanError, PlanningInterrupted
 from graphrun.graph.shipped import shipped_graphs
 from graphrun.reading import printable
 from graphrun.report import plan_files as planfile
 from graphrun.report.screen import Look
 from graphrun.report.verdicts import made_by
-from graphrun.units import parse_size, show_size
+from graphrun.units import parse_size, roughly, show_size
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
     from graphrun.model.problem import Problem
+    from graphrun.model.solution import Solution
     from graphrun.modules.needs import Download
 
 
@@ -79,7 +80,8 @@ class Planned:
     ``source`` is the graph's file, ``saved`` that of a plan that was read. ``solution`` is None until the graph is planned.
     ``solve_seconds`` is None where the plan was found in the cache, or read from a file without it. ``precomputed``: cached stage
     outputs by name, whose stages are not planned. ``downloads``: what a run of it takes from the hub and is not here. ``problem``:
-    what was solved, None where a saved plan was read. ``advice``: `Repair`s that would make a slow plan faster.
+    what was solved, None where a saved plan was read. ``advice``: `Repair`s that would make a slow plan faster. ``interrupted``: at
+    what Ctrl-C stopped planning, empty where it did not.
     """
 
     graph: Graph
@@ -91,6 +93,7 @@ class Planned:
     downloads: list[Download] = field(default_factory=list)
     problem: Any = None
     advice: tuple[Any, ...] = ()
+    interrupted: str = ""
 
 
 def named(path: Path, asked: Asked, *, to_run: bool = False) -> Planned:
@@ -129,7 +132,8 @@ def planned(
     ``to_run``: the plan is about to be run, so inputs, device and sources are checked too; ``told`` gets a line for each
     repository that something is to be downloaded from. ``reuse``: which cached stage outputs take the place of their stages
     (``encoded``, ``all``, ``none``); none where weights are missing, since outputs are cached by their content. ``advise``: whether
-    to look for what would make a slow plan faster.
+    to look for what would make a slow plan faster; then Ctrl-C leaves the best plan so far. Raises Interrupted where that is not
+    asked for, or there is none.
     """
     graph, inputs, cache = made.graph, asked.inputs, cache_folder(asked.no_cache)
 
@@ -180,6 +184,9 @@ def planned(
     with native_stdout_to_stderr(), alive(f"planning {graph.name}"):
         try:
             solution = api.plan(problem, cache=cache, solved=seconds.append)
+        except PlanningInterrupted as interrupt:
+            solution = _best_so_far(interrupt, graph.name, wanted=advise)
+            return replace(made, solution=solution, problem=problem, interrupted=f"while planning {graph.name}")
         except GraphrunError as error:
             from graphrun.solve.infeasible import Infeasible
             from graphrun.solve.remedies import remedies
@@ -195,10 +202,30 @@ def planned(
         from graphrun.store import advice_for
 
         store = Store(cache) if cache is not None else None
-        with native_stdout_to_stderr(), alive(f"what would make {graph.name} faster"):
-            found = advice_for(problem, solution, lambda: options_of(graph, inputs, problem.allow, estimate), store)
+        with native_stdout_to_stderr(), alive(what := f"what would make {graph.name} faster"):
+            try:
+                found = advice_for(problem, solution, lambda: options_of(graph, inputs, problem.allow, estimate), store)
+            except KeyboardInterrupt:
+                return replace(made, interrupted=f"while looking for {what}")
         made = replace(made, advice=found)
     return replace(made, precomputed=precomputed, downloads=downloads)
+
+
+def _best_so_far(interrupt: PlanningInterrupted, name: str, *, wanted: bool) -> Solution:
+    """The best plan for the graph ``name`` when planning was interrupted. Raises Interrupted where there is none, or it is not
+    ``wanted``."""
+    what = f"interrupted while planning {name}"
+    if interrupt.infeasible:
+        raise Interrupted(f"{what}: no plan fits the budgets, and what would help was being searched") from None
+    solution: Solution | None = interrupt.best()
+    if solution is None:
+        raise Interrupted(f"{what}: there is no plan yet") from None
+    if not wanted:
+        from graphrun.report.screen import proof
+
+        seconds = roughly(solution.simulation.seconds)
+        raise Interrupted(f"{what}: the best plan so far takes {seconds}, {proof(solution)}; nothing was run") from None
+    return solution
 
 
 def echo(text: str, *, nl: bool = True, err: bool = False) -> None:

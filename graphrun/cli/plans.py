@@ -31,7 +31,7 @@ from graphrun.cli.options import Asked, Reuse, Verbose, shared
 from graphrun.cli.placing import ClusterFile, Items, Objective, plan_cluster
 from graphrun.cli.teams import FailOver, FailPeak, Limits
 from graphrun.cli.terminal import alive, width
-from graphrun.errors import InputError, PlanError
+from graphrun.errors import InputError, Interrupted, PlanError
 from graphrun.files import Store
 from graphrun.reading import read_json
 from graphrun.report import plan_files as planfile
@@ -62,7 +62,7 @@ def plan(
         return
     if objective is not None or items is not None:
         raise InputError("--objective and --items are for several machines: add --cluster FILE")
-    from graphrun.report.screen import plan_screen
+    from graphrun.report.screen import plan_screen, proof
     from graphrun.report.summary import summarize
 
     limits = Limits(fail_over, fail_peak)
@@ -77,7 +77,10 @@ def plan(
 
         screen += f"\n\n{advice_screen(made.solution, made.advice, shown)}"
         advice = repairs_json(made.advice)
-    show({**summary, "advice": advice}, as_json, screen)
+    show({**summary, "advice": advice, "interrupted": bool(made.interrupted)}, as_json, screen)
+    if made.interrupted:
+        saved = f"; it is saved in {out}" if out is not None else ""
+        raise Interrupted(f"interrupted {made.interrupted}: this is the best plan so far, {proof(made.solution)}{saved}")
     limits.hold(made.solution)
 
 

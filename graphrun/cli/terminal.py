@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from graphrun.errors import Interrupted
 from graphrun.reading import printable
 
 if TYPE_CHECKING:
@@ -63,8 +64,18 @@ def print_to(console: Console, screen: str) -> None:
 def alive(what: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
     """A context that shows on stderr what takes so long: a spinner on a terminal, and in a pipe one line after a second.
 
-    Yields a function to be called with the text of each further step, which is shown after ``what`` in the same way.
+    Yields a function to be called with the text of each further step, which is shown after ``what`` in the same way. Raises
+    Interrupted, which names ``what``, for Ctrl-C that is not handled inside.
     """
+    try:
+        with _shown(what, quiet=quiet) as step:
+            yield step
+    except KeyboardInterrupt:
+        raise Interrupted(f"interrupted ({what}): there is no result yet") from None
+
+
+@contextlib.contextmanager
+def _shown(what: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
     if quiet:
         yield lambda _: None
     elif sys.stderr.isatty():

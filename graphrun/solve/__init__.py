@@ -9,5 +9,5 @@ infeasible    what does not fit, and why                          least        t
 repairs       changes after which a plan exists                   remedies     those that take another dry run
 baselines     fixed strategies for comparison                     frontier     one problem at many budgets
 alternatives  the plan with a component placed differently
-advice        what would make a slow plan faster
+advice        what would make a slow plan faster                interrupts   the best plan so far, where Ctrl-C ends planning
 """

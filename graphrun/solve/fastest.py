@@ -23,6 +23,7 @@ from graphrun.solve.actions import plan_of
 from graphrun.solve.baselines import BASELINES, fitting
 from graphrun.solve.dominance import simplest_variants, undominated_variants
 from graphrun.solve.granularity import smaller_as_layers, split_into_layers
+from graphrun.solve.interrupts import Candidate, offer
 from graphrun.solve.least import ever_finer, surely_infeasible
 from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import StageChoice, stage_choices
@@ -93,6 +94,7 @@ def find_near(problem: Problem, known: Found) -> Found | None:
     near = plan_of(answer.program, answer.choice, of, plan.options, plan.order)
     objective = answer.program.seconds(answer.choice)
     found = Found(Solution(of, near, simulate(of, near), min(known.solution.bound_seconds, objective), objective), answer.choice)
+    offer(Candidate(of, near, _seconds(found), objective, 0.0))
     return found if _seconds(found) <= TOLERANCE * _seconds(known) else None
 
 
@@ -201,8 +203,13 @@ def _refined(problem: Problem, chosen: StageChoice, first: Answer, enough: float
         plan = plan_of(program, choice, problem, chosen.options, chosen.order)
         return _Candidate(choice, plan, simulate(problem, plan))
 
+    def offered(candidate: _Candidate) -> _Candidate:
+        seconds, objective = candidate.simulation.total_seconds, program.seconds(candidate.choice)
+        offer(Candidate(problem, candidate.plan, seconds, objective, first.bound))
+        return candidate
+
     factors = (1.0,) * len(program.intervals)
-    best = last = candidate_of(choice)
+    best = last = offered(candidate_of(choice))
     for _ in range(1 if first.large or many_runs(problem) else ROUNDS):
         if last.simulation.total_seconds <= TOLERANCE * max(enough, program.seconds(last.choice, factors)):
             break
@@ -228,7 +235,7 @@ def _refined(problem: Problem, chosen: StageChoice, first: Answer, enough: float
             other = candidate_of(choice)
             if other.rank() < best.rank() and not check(problem, other.plan):
                 best = other
-    return program, best
+    return program, offered(best)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,12 @@ model.minimise(y)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Any, NamedTuple
 
 import highspy
@@ -219,7 +223,8 @@ def _run(lp: highspy.HighsLp, options: Mapping[str, bool | int | float], start: 
     highs.passModel(lp)
     if start is not None:
         highs.setSolution(len(start.values), np.arange(len(start.values), dtype=np.int32), start.values)
-    highs.run()
+    with _cancelled_by_ctrl_c(highs):
+        highs.run()
     info = highs.getInfo()
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
         return None
@@ -227,6 +232,31 @@ def _run(lp: highspy.HighsLp, options: Mapping[str, bool | int | float], start: 
     bound = float(info.mip_dual_bound) if len(lp.integrality_) else value
     values = np.array(highs.getSolution().col_value)
     return MilpResult(values, value, bound)
+
+
+@contextmanager
+def _cancelled_by_ctrl_c(highs: highspy.Highs) -> Iterator[None]:
+    """A context in which Ctrl-C stops ``highs`` soon, and then raises KeyboardInterrupt. Otherwise Python would raise it after
+    `run`, which may take minutes. Where the process has a handler of its own, that one is called after `run`, as usual."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    interrupts = list[int]()
+
+    def handle(number: int, _: FrameType | None) -> None:
+        interrupts.append(number)
+        highs.cancelSolve()
+
+    highs.HandleUserInterrupt = True  # HiGHS asks now and then whether to stop
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        highs.HandleUserInterrupt = False  # else it refers to itself, and its memory stays until garbage is collected
+    if interrupts:
+        raise KeyboardInterrupt
 
 
 def _arrays(rows: Sequence[Row]) -> list[NDArray[Any]]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from graphrun.errors import PlanningInterrupted
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
 from graphrun.solve.infeasible import refusal
+from graphrun.solve.interrupts import best_of, collecting
 from graphrun.solve.pages import solved
 
 
@@ -12,8 +16,14 @@ def solve(problem: Problem) -> Solution:
     """The fastest plan within the budgets; among equally fast plans the one that moves fewest bytes, then the one with the lowest
     peak.
 
-    Deterministic: equal problems give plans that are equal byte for byte. Raises Infeasible.
+    Deterministic: equal problems give plans that are equal byte for byte. Raises Infeasible, and PlanningInterrupted on Ctrl-C.
     """
-    if (solution := solved(problem)) is None:
-        raise refusal(problem)
+    infeasible = False
+    with collecting() as candidates:
+        try:
+            if (solution := solved(problem)) is None:
+                infeasible = True
+                raise refusal(problem)
+        except KeyboardInterrupt:
+            raise PlanningInterrupted(partial(best_of, candidates, problem), infeasible=infeasible) from None
     return solution
