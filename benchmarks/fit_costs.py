@@ -166,16 +166,16 @@ def prepared(rows: Sequence[dict[str, Any]]) -> list[Row]:
 
 def left_out(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Errors of each source's rows with constants fitted on all other sources, in the order of ``rows``."""
-    ready, found = prepared(rows), dict[int, dict[str, Any]]()
+    ready, results = prepared(rows), dict[int, dict[str, Any]]()
     for source in dict.fromkeys(row["source"] for row in rows):
         own = [row for row in ready if row.row["source"] == source]
         if own:
             fitted([row for row in ready if row.row["source"] != source])
         for row in own:
             result = compared({**row.row, "load_gib": None, "peak_gib": None}, {"seconds": row.seconds()})
-            found[id(row)] = {**{name: row.row[name] for name in ("source", "facts", "arguments", "of")}, **result}
+            results[id(row)] = {**{name: row.row[name] for name in ("source", "facts", "arguments", "of")}, **result}
         print(f"left out: {source}", flush=True)
-    return {"constants": len(EXPECTED), "left_out": [found[id(row)] for row in ready]}
+    return {"constants": len(EXPECTED), "left_out": [results[id(row)] for row in ready]}
 
 
 def main() -> None:

@@ -115,19 +115,20 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number")
 
 
+class LibraryPanic(RuntimeError):
+    """A Rust library (tokenizers, safetensors) panicked."""
+
+
 @contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Raise RuntimeError in place of the panic of a Rust library (tokenizers, safetensors).
-
-    A panic reaches Python as a BaseException that is no Exception, as KeyboardInterrupt is.
-    """
+    """Raise LibraryPanic in place of pyo3's exception, which is no Exception, as KeyboardInterrupt is none."""
     try:
         yield
     except BaseException as error:
         kind = type(error)
         if (kind.__module__, kind.__name__) != ("pyo3_runtime", "PanicException"):
             raise
-        raise RuntimeError(f"a Rust library panics (and reports that to stderr): {error}") from None
+        raise LibraryPanic(f"a Rust library panics (and reports that to stderr): {error}") from None
 
 
 def refuse_surrogates(text: str) -> None:

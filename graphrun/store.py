@@ -198,12 +198,12 @@ def frontier_for(
     return points
 
 
-def curve_for(problem: Problem, own: Solution, store: Store | None, step: Callable[[str], None]) -> Frontier:
-    """`graphrun.solve.frontier.curve` around ``own``, the plan of ``problem``, with other plans read from ``store`` and kept there.
-    ``step``: called with a text before each solve. ``own`` is not kept: it may be from a file, which can claim any proof."""
+def curve_for(problem: Problem, solution: Solution, store: Store | None, step: Callable[[str], None]) -> Frontier:
+    """`graphrun.solve.frontier.curve` through ``solution``, the plan of ``problem``, with other plans read from ``store`` and kept
+    there. ``solution`` is not kept: it may be from a file, which can claim any proof. ``step``: as for `fitting_for`."""
     from graphrun.solve.frontier import curve  # imports highspy
 
-    return curve(problem, own, lambda of: fitting_for(of, store, step))
+    return curve(problem, solution, lambda changed: fitting_for(changed, store, step))
 
 
 def _stored_plan(problem: Problem, store: Store | None) -> Solution | None:

@@ -109,7 +109,7 @@ def explain(
 
     store = _store(cache_folder(asked.no_cache))
     with native_stdout_to_stderr(), alive(f"other placements of {component}") as step:
-        best, found = alternatives(solution, component, lambda of: fitting_for(of, store), step)
+        best, found = alternatives(solution, component, lambda changed: fitting_for(changed, store), step)
     screen = alternatives_screen(best, component, found)
     if best is not solution:
         kept = store if made.problem is not None else None

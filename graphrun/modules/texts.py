@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from graphrun.errors import GraphError
-from graphrun.reading import panics_as_errors
+from graphrun.reading import LibraryPanic, panics_as_errors
 
 # Far longer than what the text encoders of diffusion pipelines take (77 to 1024 tokens); its ids take 8 MiB. The tokenizers library
 # ends the process where it cannot allocate the padding of a text.
@@ -65,7 +65,7 @@ def _library_errors(place: str, file: Path, where: str) -> Iterator[None]:
         with panics_as_errors():
             yield
     except Exception as error:
-        if type(error) not in (RuntimeError, Exception):  # the caller's error, such as a number in place of a text
+        if type(error) not in (LibraryPanic, Exception):  # the caller's error, such as a number in place of a text
             raise
         text = " ".join(str(error).split())[:400]
         raise GraphError(f"{place}: {file} cannot encode a text: {text}; download it again", where) from error

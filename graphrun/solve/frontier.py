@@ -96,20 +96,20 @@ def frontier(
     return Frontier(points[budget] for budget in asked)
 
 
-def curve(problem: Problem, own: Solution, solve: Callable[[Problem], Solution | None] = solved) -> Frontier:
-    """The points of a drawn curve, with its ends and ``own``, the plan for the budget of ``problem``, which is not solved again.
+def curve(problem: Problem, solution: Solution, solve: Callable[[Problem], Solution | None] = solved) -> Frontier:
+    """The points of a drawn curve: its ends, ``solution``, which is the plan of ``problem`` and not solved again, and others.
 
-    The middle between two points is solved where their seconds differ visibly and the part between them is a wide one.
+    The middle between two points is solved where their seconds differ visibly and the part between them is wide.
     """
     budget = min(problem.budget_bytes, problem.hardware.capacity_bytes)
     least, most = curve_ends(problem)
     most = max(most, budget)
-    found = {budget: carried_over(at_budget(problem, budget), own, own.bound_seconds)}
+    solutions = {budget: carried_over(at_budget(problem, budget), solution, solution.bound_seconds)}
 
     def seconds(nbytes: int) -> float:
-        if nbytes not in found:
-            found[nbytes] = solve(at_budget(problem, nbytes))
-        return inf if (solution := found[nbytes]) is None else _seconds(solution)
+        if nbytes not in solutions:
+            solutions[nbytes] = solve(at_budget(problem, nbytes))
+        return inf if (fitting := solutions[nbytes]) is None else _seconds(fitting)
 
     highest, parts = seconds(least), [(least, budget), (budget, most)]
     while parts:
@@ -117,7 +117,7 @@ def curve(problem: Problem, own: Solution, solve: Callable[[Problem], Solution |
         if seconds(low) - seconds(high) > VISIBLE * highest and high - low > WIDE * (most - least):
             middle = (low + high) // 2
             parts += [(low, middle), (middle, high)]
-    return frontier(problem, sorted(found), lambda of: found[of.budget_bytes])
+    return frontier(problem, sorted(solutions), lambda changed: solutions[changed.budget_bytes])
 
 
 def curve_ends(problem: Problem) -> tuple[int, int]:
