@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import sys
 import threading
 from pathlib import Path
 
@@ -68,6 +69,12 @@ def forget_cached(handle: int) -> None:
     """Drops the file ``handle`` from the page cache, on Linux alone: elsewhere reading it again may be as fast as RAM."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def spills_vram(wsl: Path = Path("/dev/dxg")) -> bool:
+    """Whether the driver moves what exceeds a card's memory to RAM, so that a run becomes slow instead of failing: on Windows, and
+    in its subsystem for Linux (NVIDIA's drivers from 536.40 on; their setting is "CUDA - Sysmem Fallback Policy")."""
+    return sys.platform == "win32" or wsl.exists()
 
 
 def pinned_limit_bytes() -> int | None:

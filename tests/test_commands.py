@@ -309,6 +309,45 @@ def test_a_budget_above_what_the_card_has_free_less_its_margin_is_warned_of(grap
     assert "has no memory of its own" in err
 
 
+@pytest.mark.parametrize(
+    ("hardware", "vram", "free"),
+    [
+        ("rtx4060", "8G", "7 to 7.5"),
+        ("rtx4060", "7.3G", "7 to 7.5"),
+        ("rtx5090", "32G", "31 to 31.5"),
+        ("rtx4060", "auto", "7 to 7.5"),
+        ("rtx4060", "7.1G", ""),
+        ("rtx4090", "8G", ""),
+        ("l4", "24G", ""),
+        ("h100", "80G", ""),
+    ],
+)
+def test_a_budget_of_nearly_all_of_a_consumer_card_says_what_a_desktop_leaves(
+    graphrun: Cli, hardware: str, vram: str, free: str
+) -> None:
+    code, out, _ = graphrun("plan", TINY, "--hardware", hardware, "--vram", vram, "--ram", "8G")
+    said = [line for line in out.splitlines() if "a desktop leaves" in line]
+    expected = f"a desktop leaves {free} GiB free; beyond it Windows spills into slow RAM"
+    assert (code, said) == (0, [expected] if free else [])
+    assert max(map(len, said), default=0) <= 80
+
+
+def test_a_measured_card_is_not_guessed_at(graphrun: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from graphrun.profile import hardware
+
+    card = hardware.priors()["rtx4060"]
+    assert hardware.free_beside_a_desktop(card, card.capacity_bytes) is not None
+    assert hardware.free_beside_a_desktop(replace(card, basis="measured"), card.capacity_bytes) is None
+    monkeypatch.setattr(hardware, "found", lambda: replace(card, name="geforcertx4060"))
+    monkeypatch.setattr(hardware, "free_bytes", lambda: 7 * 2**30)
+    for windows, said in ((True, "there Windows spills into RAM and becomes slow"), (False, "there what is left is planned again")):
+        monkeypatch.setattr("graphrun.cli.common.spills_vram", lambda windows=windows: windows)
+        code, out, err = graphrun("plan", TINY, "--vram", "8G")
+        assert (code, "a desktop leaves" in out, said in err) == (0, False, True)
+
+
 LOST = """
 import signal, sys, time
 from graphrun.cli import common, main

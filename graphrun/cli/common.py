@@ -26,7 +26,8 @@ from graphrun.reading import printable
 from graphrun.report import plan_files as planfile
 from graphrun.report.screen import Look
 from graphrun.report.verdicts import made_by
-from graphrun.units import parse_size, roughly, show_size
+from graphrun.systems import spills_vram
+from graphrun.units import GIB, parse_size, roughly, show_size
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
@@ -253,7 +254,8 @@ def budgeted(asked: Asked, hardware: Any) -> Asked:
         has += f" free ({show_size(free_bytes)}) less a twentieth for other programs"
     if given:
         if free_bytes is not None and parse_size(str(asked.vram), whole_bytes=hardware.capacity_bytes, name="vram") > nbytes:
-            say(f"--vram {asked.vram} is more than {has}: where that runs out, what is left is planned again; --vram auto is safe")
+            beyond = "there Windows spills into RAM and becomes slow" if spills_vram() else "there what is left is planned again"
+            say(f"--vram {asked.vram} is more than {has}: {beyond}; --vram auto is safe")
         return asked
     if free_bytes is None and asked.hardware is None:
         say(f"no CUDA device here: this is for an {hardware.name}; --hardware names another card")
@@ -272,7 +274,11 @@ def look(made: Planned, asked: Asked, verbose: bool = False, out: Path | None = 
     command += "".join(f' --set {name}="..."' if name != "prompt" else ' --prompt "..."' for name in missing)
     elsewhere = problem.hardware.device == "cuda" and devices.found() is None
     then = f"next{', on that card' if elsewhere else ''}: {command}"
-    return Look(width(), verbose, made_by(graph.kinds(), dict(problem.settings)), then)
+    note = ""
+    if (free := devices.free_beside_a_desktop(problem.hardware, problem.budget_bytes)) is not None:
+        least, most = (f"{nbytes / GIB:g}" for nbytes in free)
+        note = f"a desktop leaves {least} to {most} GiB free; beyond it Windows spills into slow RAM"
+    return Look(width(), verbose, made_by(graph.kinds(), dict(problem.settings)), then, note)
 
 
 def say(line: str) -> None:

@@ -258,6 +258,21 @@ def found() -> Hardware | None:
     )
 
 
+# What a desktop takes of the card that drives it: 0.5 GiB when idle, 1 GiB with a browser (docs/howto/fit-a-card.md has sources).
+DESKTOP_BYTES = (GIB, GIB // 2)
+NEARLY_ALL = 0.9  # of a card's memory, from which on a budget leaves too little for a desktop
+
+
+def free_beside_a_desktop(hardware: Hardware, budget_bytes: int) -> tuple[int, int] | None:
+    """The least and the most bytes that a consumer card usually has free where it drives a desktop, for a budget of nearly all of
+    its memory. None for a smaller budget, and where the card is no consumer's or was measured."""
+    consumer = hardware.name in SHEETS and hardware.name.startswith("rtx")
+    if not consumer or hardware.basis != "prior" or budget_bytes < NEARLY_ALL * hardware.capacity_bytes:
+        return None
+    most, least = DESKTOP_BYTES
+    return hardware.capacity_bytes - most, hardware.capacity_bytes - least
+
+
 def budget_of(free_bytes: int) -> int:
     """The VRAM budget where none is given: what the card has free, less a twentieth for what other programs take later."""
     return int(0.95 * free_bytes)

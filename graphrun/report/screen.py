@@ -23,16 +23,18 @@ Held = Sequence[tuple[str, Blocks]]  # components with their blocks on the devic
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a screen is shown: its columns, whether it has all figures, what a run makes, the line with the next command."""
+    """How a screen is shown: its columns, whether it has all figures, what a run makes, the line with the next command, a note on
+    the budget."""
 
     width: int = 80
     verbose: bool = False
     made: str = "a run"
     then: str = ""
+    note: str = ""
 
     def first(self, verdict: str) -> str:
-        """The first lines: ``verdict``, and the next command."""
-        return "\n".join((self.folded(verdict), *self.next_lines))
+        """The first lines: ``verdict``, the next command, and the note."""
+        return "\n".join((self.folded(verdict), *self.next_lines, *([self.folded(self.note)] if self.note else [])))
 
     @property
     def next_lines(self) -> list[str]:
