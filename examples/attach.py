@@ -7,7 +7,7 @@ On a machine with a card, load a pipeline of your own and leave ``device`` out.
 
 from __future__ import annotations
 
-import graphrun  # before diffusers, which then logs less when it is imported
+import graphrun
 
 # isort: split
 import torch

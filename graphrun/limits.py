@@ -22,6 +22,11 @@ class Limits:
     digits: int = 20  # of an integer: those of 2**64. Python refuses to read or print more than 4300
     nodes: int = 20_000  # of a graph file, with its aliases expanded: the largest reference graph has 400
     problems: int = 100  # of a graph file that are reported at once
+    entries: int = 2_000  # of a short list in a plan file: components, groups, phases, values, ...
+    placements: int = 1_000_000  # of a plan file: slots times blocks; reference graphs have 80,000
+    block_calls: int = 2_000_000  # of a plan file: blocks that a run computes; they have 100,000
+    replay_steps: int = 2_000_000  # to count a plan's pages: allocations; they take 130,000
+    devices: int = 200  # of a cluster, and its hosts: each pair of hosts is considered
     stages: int = 16  # of a graph: reference graphs have 3 to 6; orders of stages are searched, and their number is exponential
     calls: int = 100_000  # of components in a dry run: Pyramid-Flow and Wan make 10,000
     steps: int = 1_000  # of a denoising loop: diffusers' schedulers have 1,000 training timesteps

@@ -145,6 +145,18 @@ def inside(folder: Path, name: Any, what: str, where: str = "", kind: Kind = Inp
     return folder.joinpath(*parts)
 
 
+def shortened(text: str, most: int = 1_000) -> str:
+    """``text``, of which at most ``most`` characters are left, from its beginning and its end."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most - most // 4]} ... {text[len(text) - most // 4 :]}"
+
+
+def quoted(text: str) -> str:
+    """``text`` in quotes, for an error: at most about a hundred characters of it."""
+    return repr(shortened(text, 100))
+
+
 def printable(text: str) -> str:
     """``text`` with characters that a terminal acts on, or that reorder text, as escapes: ``\\x1b``, ``\\u202e``."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

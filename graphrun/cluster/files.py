@@ -9,12 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
-from graphrun.cluster.machines import Cluster
+from graphrun.cluster.machines import Cluster, refuse_large
 from graphrun.cluster.placement import Assignment, Placement, column_of, parse_placement, violations
 from graphrun.cluster.stream import with_figures
 from graphrun.errors import PlanError
+from graphrun.limits import require
 from graphrun.model.problem import ValueNumbers
 from graphrun.reading import read_json
 from graphrun.report import plan_files
@@ -45,16 +46,22 @@ def save(path: Path, graph: Path, placement: Placement, summary: dict[str, Any])
 
 
 def read(path: Path) -> tuple[Placement, dict[str, Any]]:
-    """The placement in the plan file ``path``, checked and simulated, and all entries of the file. Raises PlanError."""
+    """The placement in the plan file ``path``, checked and simulated, and all entries of the file. Raises PlanError, and InputError
+    for a cluster beyond a limit."""
     data = read_json(path, PlanError)
     again = "plan again: graphrun plan GRAPH --cluster FILE -o FILE"
     if not is_placement(data) or data.get("graphrun") != plan_files.VERSION:
         raise PlanError(f"is not a plan for a cluster; {again}", str(path))
     try:
-        cluster = TypeAdapter(Cluster).validate_python(data["cluster"])
+        cluster = plan_files.validator(Cluster).validate_python(data["cluster"])
+        refuse_large(cluster, str(path))
         objective, items, sections = parse_placement("\n".join(data["actions"]))
+        require("requests", items, f"it is for {items:,} items", kind=PlanError)
         problems = {digest: plan_files.problem_from(of) for digest, of in data["problems"].items()}
-        stages, values = tuple(data["stages"]), TypeAdapter(tuple[ValueNumbers, ...]).validate_python(data["values"])
+        stages, values = tuple(data["stages"]), plan_files.validator(tuple[ValueNumbers, ...]).validate_python(data["values"])
+        require("stages", len(stages), f"it has {len(stages):,} stages", kind=PlanError)
+        require("entries", len(values), f"it has {len(values):,} values", kind=PlanError)
+        plan_files.refuse_large([(problems[plan.problem], plan) for _, _, plan in sections])
         devices = {device.name: device for device in cluster.devices}
         assignments = []
         for name, own, plan in sections:

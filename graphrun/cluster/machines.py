@@ -24,6 +24,7 @@ from graphrun.graph.document import Document, read_document
 from graphrun.graph.schema import Spec, Text
 from graphrun.graph.shape import spec_of
 from graphrun.graph.values import did_you_mean
+from graphrun.limits import require
 from graphrun.model.problem import Hardware
 from graphrun.profile.hardware_profiles import hardware as hardware_called
 from graphrun.units import parse_size
@@ -154,9 +155,18 @@ def read_cluster(path: Path, cache: Path | None = None) -> Cluster:
     spec = spec_of(ClusterSpec, document)
     hosts = tuple(_host(name, of, document, cache) for name, of in spec.hosts.items())
     links = tuple(Link(tuple(of.between), of.bytes_per_second, of.seconds) for of in spec.links)
+    refuse_large(Cluster(hosts, links), str(path))
     _check_links(links, spec.hosts, document)
     document.raise_if_any()
     return Cluster(hosts, links, spec.address)
+
+
+def refuse_large(cluster: Cluster, where: str) -> None:
+    """Raises InputError if ``cluster``, from the file ``where``, is beyond the limit ``devices`` or ``entries``."""
+    for count, what in ((len(cluster.hosts), "hosts"), (len(cluster.devices), "devices")):
+        require("devices", count, f"it has {count:,} {what}", where)
+    names = sum(len(link.between) for link in cluster.links)
+    require("entries", names, f"its links name {names:,} hosts", where)
 
 
 def _host(name: str, spec: HostSpec, document: Document, cache: Path | None) -> Host:

@@ -24,11 +24,13 @@ from typing import Literal, NamedTuple
 
 from graphrun.cluster.machines import Cluster, Device
 from graphrun.errors import PlanError
+from graphrun.limits import require
 from graphrun.model.choices import stages_of
-from graphrun.model.plan import Plan, parse
+from graphrun.model.plan import BlockLists, Plan, parse
 from graphrun.model.problem import ValueNumbers
 from graphrun.model.simulation import Simulation
 from graphrun.model.solution import Solution
+from graphrun.reading import quoted
 from graphrun.verify.check import check
 
 Objective = Literal["throughput", "latency"]
@@ -187,17 +189,19 @@ def parse_placement(text: str) -> tuple[Objective, int, list[tuple[str, tuple[st
             if match := re.fullmatch(r"place (throughput|latency) items ([1-9][0-9]{0,8})", line):
                 head = "throughput" if match[1] == "throughput" else "latency", int(match[2])
             elif line:
-                raise PlanError(f"expected 'place throughput|latency items COUNT', found {line!r}", where)
+                raise PlanError(f"expected 'place throughput|latency items COUNT', found {quoted(line)}", where)
         elif match := re.fullmatch(r"device (\S+) stages (.+)", line):
             sections.append((match[1], tuple(match[2].split()), number, []))
         elif sections:
             sections[-1][3].append(raw)
         elif line:
-            raise PlanError(f"expected 'device HOST/ID stages STAGE ...', found {line!r}", where)
+            raise PlanError(f"expected 'device HOST/ID stages STAGE ...', found {quoted(line)}", where)
     if head is None:
         raise PlanError("expected 'place throughput|latency items COUNT' as the first line, found no text", "placement:1")
+    require("devices", len(sections), f"it has {len(sections):,} sections of devices", "placement", PlanError)
+    lists = BlockLists()
     plans = [
-        (device, stages, parse("\n".join(lines), f"section of {device}, placement:{number}"))
+        (device, stages, parse("\n".join(lines), f"section of {device}, placement:{number}", lists))
         for device, stages, number, lines in sections
     ]
     return *head, plans

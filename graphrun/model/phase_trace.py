@@ -8,6 +8,7 @@ steady     all further calls
 from __future__ import annotations
 
 import functools
+from bisect import bisect
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -111,8 +112,9 @@ def _longest(alike: np.typing.NDArray[np.int64]) -> tuple[Repeat, ...]:
         for before, after in pairwise(breaks):
             if after - before > period:
                 found.append(Repeat(before + 1, period, (after - before - 1 + period) // period))
-    kept = list[Repeat]()
+    kept = list[Repeat]()  # in order
     for one in sorted(found, key=lambda of: (of.period - (of.end - of.begin), of.begin)):
-        if all(one.end <= other.begin or other.end <= one.begin for other in kept):
-            kept.append(one)
-    return tuple(sorted(kept, key=lambda of: of.begin))
+        after = bisect(kept, one.begin, key=lambda of: of.begin)
+        if (not after or kept[after - 1].end <= one.begin) and (after == len(kept) or one.end <= kept[after].begin):
+            kept.insert(after, one)
+    return tuple(kept)

@@ -23,9 +23,12 @@ import html
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, cast
 
 from graphrun.errors import PlanError
+from graphrun.limits import require
+from graphrun.reading import quoted
 from graphrun.units import GIB, KIB, MIB
 
 Part = Literal["load", "first", "steady", "end"]
@@ -230,12 +233,14 @@ def plan_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def parse(text: str, name: str = "plan") -> Plan:
+def parse(text: str, name: str = "plan", lists: BlockLists | None = None) -> Plan:
     """Parse a plan's text form: ``parse(str(plan)) == plan``. ``#`` starts a comment; blank lines and indentation are ignored.
 
-    Raises PlanError with ``name:line`` and what was expected there. Checks syntax only; `check` validates the plan.
+    Raises PlanError with ``name:line`` and what was expected there, and for more blocks than the limit ``placements``. Checks
+    syntax only; `check` validates the plan. ``lists``: of all plans in a file, which count towards that limit together.
     """
     digest: str | None = None
+    lists = lists or BlockLists()
     choices: dict[str, list[str]] = {verb: [] for verb in CHOICE_LINES}
     runs: list[list[tuple[str, Part, int, list[Action]]]] = [[]]
     for number, raw in enumerate(text.splitlines(), start=1):
@@ -244,7 +249,7 @@ def parse(text: str, name: str = "plan") -> Plan:
             continue
         if digest is None:
             if not (match := re.fullmatch(r"plan (\S+)", line)):
-                raise PlanError(f"expected 'plan DIGEST', the digest of the plan's problem, found {line!r}", where)
+                raise PlanError(f"expected 'plan DIGEST', the digest of the plan's problem, found {quoted(line)}", where)
             digest = match[1]
         elif not runs[0] and (verb := line.split()[0]) in choices:
             choices[verb].append(_choice(verb, line, where))
@@ -253,9 +258,9 @@ def parse(text: str, name: str = "plan") -> Plan:
         elif line.split()[0] == "slot":
             runs[-1].append((*_parse_slot(line, where), []))
         elif not runs[-1]:
-            raise PlanError(f"expected a slot, as in 'slot encode/0:text_encoder load', found {line!r}", where)
+            raise PlanError(f"expected a slot, as in 'slot encode/0:text_encoder load', found {quoted(line)}", where)
         else:
-            runs[-1][-1][3].append(_parse_action(line, where))
+            runs[-1][-1][3].append(_parse_action(line, where, lists))
     if digest is None:
         raise PlanError("expected 'plan DIGEST' as the first line, found no text", f"{name}:1")
     first, again = (
@@ -264,17 +269,17 @@ def parse(text: str, name: str = "plan") -> Plan:
     )
     variants, options = (tuple(_pair(line) for line in choices[verb]) for verb in ("variant", "option"))
     finds, leaves = (
-        tuple((component, _parse_blocks(blocks, name)) for component, blocks in map(_pair, choices[verb]))
+        tuple((component, lists.parse(blocks, name)) for component, blocks in map(_pair, choices[verb]))
         for verb in ("finds", "leaves")
     )
-    splits = tuple(_split(line, name) for line in choices["split"])
+    splits = tuple(_split(line, name, lists) for line in choices["split"])
     return Plan(digest, first, variants, options, tuple(" ".join(choices["order"]).split()), again, finds, leaves, splits)
 
 
 def _choice(verb: str, line: str, where: str) -> str:
     pattern, shape = CHOICE_LINES[verb]
     if not (match := re.fullmatch(pattern, line)):
-        raise PlanError(f"expected '{shape}', found {line!r}", where)
+        raise PlanError(f"expected '{shape}', found {quoted(line)}", where)
     return match[1]
 
 
@@ -283,9 +288,9 @@ def _pair(text: str) -> tuple[str, str]:
     return name, chosen
 
 
-def _split(text: str, where: str) -> Split:
+def _split(text: str, where: str, lists: BlockLists) -> Split:
     component, device, blocks = text.split(" ", 2)
-    return component, int(device.removeprefix("device")), _parse_blocks(blocks, where)
+    return component, int(device.removeprefix("device")), lists.parse(blocks, where)
 
 
 # First word of a line before the slots -> its pattern, and the form shown in errors.
@@ -303,12 +308,12 @@ CHOICE_LINES: Mapping[str, tuple[str, str]] = {
 
 
 def _parse_slot(line: str, where: str) -> tuple[str, Part, int]:
-    match = re.fullmatch(r"slot (?:(\S+) (load|first|steady)|(end))(?: x([0-9]+))?", line)
+    match = re.fullmatch(r"slot (?:(\S+) (load|first|steady)|(end))(?: x([0-9]{1,20}))?", line)
     if not match:
-        raise PlanError(f"expected 'slot PHASE load|first|steady [xCALLS]' or 'slot end', found {line!r}", where)
+        raise PlanError(f"expected 'slot PHASE load|first|steady [xCALLS]' or 'slot end', found {quoted(line)}", where)
     phase, part, calls = match[1] or "", match[2] or match[3], match[4]
     if calls is None and part == "steady":
-        raise PlanError(f"expected the calls of a steady slot, as in 'slot {phase} steady x27', found {line!r}", where)
+        raise PlanError(f"expected the calls of a steady slot, as in 'slot {phase[:100]} steady x27', found {quoted(line)}", where)
     return phase, cast(Part, part), int(calls) if calls else PART_CALLS[part]
 
 
@@ -318,7 +323,7 @@ ACTION_LINES: Mapping[str, tuple[type[Action], str, str]] = {
     "evict": (Evict, r"evict (\S+) (.+)", "evict COMPONENT BLOCKS"),
     "stream": (
         Stream,
-        r"stream (\S+) keep (.+) ring ([0-9]+) (GiB|MiB|KiB|B)",
+        r"stream (\S+) keep (.+) ring ([0-9]{1,20}) (GiB|MiB|KiB|B)",
         "stream COMPONENT keep BLOCKS ring SIZE GiB|MiB|KiB|B",
     ),
     "run": (Run, r"run", "run"),
@@ -329,32 +334,43 @@ ACTION_LINES: Mapping[str, tuple[type[Action], str, str]] = {
 }
 
 
-def _parse_action(line: str, where: str) -> Action:
+def _parse_action(line: str, where: str, lists: BlockLists) -> Action:
     verb = line.split()[0]
     if verb not in ACTION_LINES:
-        raise PlanError(f"expected slot or one of {', '.join(ACTION_LINES)}, found {verb!r}", where)
+        raise PlanError(f"expected slot or one of {', '.join(ACTION_LINES)}, found {quoted(verb)}", where)
     kind, pattern, shape = ACTION_LINES[verb]
     if not (match := re.fullmatch(pattern, line)):
-        raise PlanError(f"expected '{shape}', found {line!r}", where)
+        raise PlanError(f"expected '{shape}', found {quoted(line)}", where)
     arguments: list[Any] = list(match.groups())
     if len(arguments) > 1:
-        arguments[1] = _parse_blocks(arguments[1], where)
+        arguments[1] = lists.parse(arguments[1], where)
     if kind is Stream:
         arguments[2:] = [int(arguments[2]) * UNITS[arguments[3]]]
     return kind(*arguments)
 
 
-def _parse_blocks(text: str, where: str) -> Blocks:
-    if text in ("all", "none"):
-        return None if text == "all" else ()
-    found: dict[str, tuple[int, ...]] = {}
-    for item in text.split():
-        match = re.fullmatch(r"([^\s\[\]]+)\[(\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*)\]", item)
-        if not match:
-            raise PlanError(f"expected blocks as 'all', 'none' or 'double[0,8,16] single[0-11,24]', found {item!r}", where)
-        ends = [[int(end) for end in run.split("-")] for run in match[2].split(",")]
-        indices = tuple(index for run in ends for index in range(run[0], run[-1] + 1))
-        if match[1] in found or list(indices) != sorted(set(indices)) or any(run[0] > run[-1] for run in ends):
-            raise PlanError(f"expected each block group once and its blocks in ascending order, found {item!r}", where)
-        found[match[1]] = indices
-    return tuple(found.items())
+class BlockLists:
+    """Parses the lists of blocks in one file. Counts the blocks that they name together before it expands a range."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def parse(self, text: str, where: str) -> Blocks:
+        """The blocks that ``text`` lists. Raises PlanError."""
+        if text in ("all", "none"):
+            return None if text == "all" else ()
+        groups: dict[str, tuple[int, ...]] = {}
+        for item in text.split():
+            match = re.fullmatch(r"([^\s\[\]]+)\[(\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*)\]", item)
+            if not match:
+                expected = "blocks as 'all', 'none' or 'double[0,8,16] single[0-11,24]'"
+                raise PlanError(f"expected {expected}, found {quoted(item)}", where)
+            ends = [[int(end) for end in run.split("-")] for run in match[2].split(",")]
+            ascending = all(run[0] <= run[-1] for run in ends) and all(a[-1] < b[0] for a, b in pairwise(ends))
+            if match[1] in groups or not ascending:
+                expected = "each block group once and its blocks in ascending order"
+                raise PlanError(f"expected {expected}, found {quoted(item)}", where)
+            self._count += sum(run[-1] - run[0] + 1 for run in ends)
+            require("placements", self._count, f"the plan names {self._count:,} blocks up to here", where, PlanError)
+            groups[match[1]] = tuple(index for run in ends for index in range(run[0], run[-1] + 1))
+        return tuple(groups.items())

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from graphrun.errors import PlanError
@@ -70,29 +71,41 @@ class Segment(NamedTuple):
 def segments_of(problem: Problem, component: ComponentNumbers) -> list[Segment]:
     """The blocks of ``component`` in call order. Wherever in a segment an interval begins or ends, as many bytes cross in as many
     tensors: a block gets what the one before it made, and what all of them get."""
-    uses = [(use.live_tensors, block_arguments(use.live_tensors)) for use in _uses(problem) if use.component == component.name]
+    uses = [_Tensors(use.live_tensors) for use in _uses(problem) if use.component == component.name]
     number, found = 0, list[Segment]()
     for k, group in enumerate(component.groups):
         for i in range(len(group.blocks) if "" not in group.blocks else 0):
             number += 1
-            if i and all(of[number - 1] == of[number] and _alike(rows, number - 1) for rows, of in uses):
+            if i and all(of.alike(number - 1) for of in uses):
                 found[-1] = found[-1]._replace(stop=i + 1)
             else:
                 found.append(Segment(k, i, i + 1))
     return found
 
 
-def _alike(rows: Sequence[LiveTensor], n: int) -> bool:
-    """Whether blocks n and n + 1 may be in one segment."""
-    made, then = ([row for row in rows if row.maker == of] for of in (n, n + 1))
-    entering = [row for row in rows if n in row.users and (row.maker or n + 1 not in row.users)]
-    later = [row for row in rows if n + 1 in row.users and row.maker != n]
-    return (
-        all(row.users == (n + 1,) for row in made)
-        and all({*row.users} <= {n, 0} for row in entering)
-        and all(n in row.users and not row.maker for row in later)
-        and sorted(row.nbytes for row in made) == sorted(row.nbytes for row in entering) == sorted(row.nbytes for row in then)
-    )
+class _Tensors:
+    """The tensors of a use by block: ``made`` and ``got`` have their places in ``rows`` by number of the block."""
+
+    def __init__(self, rows: Sequence[LiveTensor]) -> None:
+        self.rows, self.arguments = rows, block_arguments(rows)
+        self.made, self.got = (defaultdict[int, set[int]](set) for _ in range(2))
+        for place, row in enumerate(rows):
+            self.made[row.maker].add(place)
+            for n in row.users:
+                self.got[n].add(place)
+
+    def alike(self, n: int) -> bool:
+        """Whether blocks n and n + 1 may be in one segment."""
+        made, then = ([self.rows[place] for place in self.made[of]] for of in (n, n + 1))
+        entering = [self.rows[of] for of in self.got[n] if self.rows[of].maker or of not in self.got[n + 1]]
+        later = [of for of in self.got[n + 1] if self.rows[of].maker != n]
+        return (
+            self.arguments[n] == self.arguments[n + 1]
+            and all(row.users == (n + 1,) for row in made)
+            and all(row.users in ((n,), (0, n)) for row in entering)
+            and all(of in self.got[n] and not self.rows[of].maker for of in later)
+            and sorted(row.nbytes for row in made) == sorted(row.nbytes for row in entering) == sorted(row.nbytes for row in then)
+        )
 
 
 def in_a_row(
@@ -132,7 +145,7 @@ def crossings(use: Use, component: ComponentNumbers) -> dict[tuple[int, int], Cr
     helper_of = [group.helper for group in component.groups]
     if component.variants[0].helper or not any(helper_of) or not use.live_tensors:
         return {}
-    order = list(dict.fromkeys((k, i) for k, i, _ in use.order if "" not in component.groups[k].blocks))
+    order = _blocks_in_order(use, component)
     on = {0: 0} | {n: helper_of[k] for n, (k, _) in enumerate(order, 1)}
     to, back, stay = (defaultdict[int, list[int]](list) for _ in range(3))
     makes = Counter[int]()
@@ -152,6 +165,12 @@ def crossings(use: Use, component: ComponentNumbers) -> dict[tuple[int, int], Cr
     return {at: Crossing(on[n], tuple(to[n]), tuple(back[n]), frozenset(stay[n])) for n, at in enumerate(order, 1) if on[n]}
 
 
+def _blocks_in_order(use: Use, component: ComponentNumbers) -> list[tuple[int, int]]:
+    """(group, block) of each block of ``component``, without the remainder, in call order."""
+    blocks = {k for k, of in enumerate(component.groups) if "" not in of.blocks}
+    return list(dict.fromkeys((k, i) for k, i, _ in use.order if k in blocks))
+
+
 def crossing_seconds(problem: Problem, use: Use, component: ComponentNumbers) -> dict[int, float]:
     """By helper: seconds in which what one call of ``component``, which has its variant chosen, needs crosses to it and back."""
     if helper := component.variants[0].helper:
@@ -168,7 +187,7 @@ def arguments_bytes(use: Use, component: ComponentNumbers) -> dict[int, int]:
     if helper := component.variants[0].helper:
         return {helper: (use.crossing or (0,))[0]}
     found = dict[int, int]()
-    order = list(dict.fromkeys((k, i) for k, i, _ in use.order if "" not in component.groups[k].blocks))
+    order = _blocks_in_order(use, component)
     for (k, _), nbytes in zip(order, block_arguments(use.live_tensors)[1:], strict=False):
         if helper := component.groups[k].helper:
             found[helper] = max(found.get(helper, 0), nbytes)
@@ -179,12 +198,12 @@ def block_arguments(rows: Sequence[LiveTensor]) -> list[int]:
     """By number of the block (`LiveTensor`): bytes of what it gets, and of what was given to the call and earlier blocks got. Other
     tensors are part of the activation as traced."""
     count = 1 + max((n for row in rows for n in (row.maker, *row.users)), default=0)
-    found = [0] * count
+    found, given = [0] * count, [0] * count  # bytes at a block; bytes from a block on
     for row in rows:
         users = [n for n in row.users if n]
-        for n in range(users[0], count) if row.given and users else users:
-            found[n] += round_up(row.nbytes, ALLOCATION_BYTES)
-    return found
+        for n in users[:1] if row.given else users:
+            (given if row.given else found)[n] += round_up(row.nbytes, ALLOCATION_BYTES)
+    return [nbytes + before for nbytes, before in zip(found, accumulate(given), strict=True)]
 
 
 def block_seconds(use: Use, component: ComponentNumbers) -> list[float]:

@@ -27,9 +27,10 @@ def lanes_json(name: str, lanes: Sequence[Lane]) -> dict[str, Any]:
 
 def _perfetto(lanes: Sequence[Lane]) -> dict[str, Any]:
     """The Trace Event Format (`graphrun.report.perfetto`): a process for each device, with the tracks of one run after another."""
-    devices, events = list(dict.fromkeys(lane.device for lane in lanes)), list[dict[str, Any]]()
+    devices = {name: number for number, name in enumerate(dict.fromkeys(lane.device for lane in lanes))}
+    events = list[dict[str, Any]]()
     for lane in lanes:
-        own = devices.index(lane.device) + 1
+        own = devices[lane.device] + 1
         for event in perfetto(lane.trace)["traceEvents"] if lane.trace is not None else ():
             moved = {"ts": event["ts"] + 1e6 * lane.start_seconds} if "ts" in event else {}
             if event["name"] == "process_name":
@@ -42,14 +43,15 @@ def _perfetto(lanes: Sequence[Lane]) -> dict[str, Any]:
 
 def lanes_page(lanes: Sequence[Lane]) -> str:
     """A self-contained HTML page: a lane for each device."""
-    devices, end = list(dict.fromkeys(lane.device for lane in lanes)), max((lane.end_seconds for lane in lanes), default=1.0)
-    stages = list(dict.fromkeys(lane.stages for lane in lanes))
+    devices = {name: number for number, name in enumerate(dict.fromkeys(lane.device for lane in lanes))}
+    stages = {names: number for number, names in enumerate(dict.fromkeys(lane.stages for lane in lanes))}
+    end = max((lane.end_seconds for lane in lanes), default=1.0)
 
     def x(seconds: float) -> float:
         return LABEL + (WIDTH - LABEL - RIGHT) * seconds / end
 
     def y(device: str) -> int:
-        return GAP + devices.index(device) * (ROW + GAP)
+        return GAP + devices[device] * (ROW + GAP)
 
     drawn = [
         element("text", escape(device), x=0, y=y(device) + ROW - 7)
@@ -59,7 +61,7 @@ def lanes_page(lanes: Sequence[Lane]) -> str:
     for lane in lanes:
         took = show_seconds(lane.end_seconds - lane.start_seconds)
         what = f"request {lane.request}: {' '.join(lane.stages)}, {took}"
-        kind = f"c{stages.index(lane.stages) % 8} run"
+        kind = f"c{stages[lane.stages] % 8} run"
         drawn.append(block(x(lane.start_seconds), x(lane.end_seconds), y(lane.device), ROW, kind, what))
     height = GAP + len(devices) * (ROW + GAP) + 24
     for second in round_ticks(end):

@@ -9,20 +9,23 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import SchemaValidator
 
 from graphrun.errors import InputError, PlanError
 from graphrun.files import write_whole
 from graphrun.graph.shipped import shipped_graphs, shipped_name
+from graphrun.limits import LIMITS, require
 from graphrun.model.plan import Plan, Violation, parse
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
-from graphrun.reading import read_json
+from graphrun.reading import read_json, shortened
 from graphrun.verify.check import check
 from graphrun.verify.solution import solution_of
 
@@ -55,7 +58,7 @@ def read(path: Path) -> tuple[Problem, Plan, dict[str, Any]]:
 def plan_in(data: Any, path: Path) -> tuple[Problem, Plan, dict[str, Any]]:
     """The problem, the plan and all entries of ``data``, the content of the plan file ``path``.
 
-    Raises PlanError where it is not a plan file, is one of another version, or is damaged.
+    Raises PlanError where it is not a plan file, is one of another version, is damaged, or is beyond a limit.
     """
     again = "plan again: graphrun plan GRAPH -o FILE"
     if not isinstance(data, dict) or "graphrun" not in data:
@@ -64,7 +67,7 @@ def plan_in(data: Any, path: Path) -> tuple[Problem, Plan, dict[str, Any]]:
         raise PlanError(f"is a plan of version {data['graphrun']!r}, and this graphrun reads version {VERSION}; {again}", str(path))
     try:
         text = "\n".join(data["actions"])
-        return problem_from(data["problem"]), parse(text), data
+        problem, plan = problem_from(data["problem"]), parse(text)
     except PlanError as error:
         raise PlanError(f"actions: {error}", str(path)) from error
     except ValidationError as error:
@@ -72,11 +75,69 @@ def plan_in(data: Any, path: Path) -> tuple[Problem, Plan, dict[str, Any]]:
         raise PlanError(f"is damaged: {wrong}; {again}", str(path)) from error
     except (KeyError, TypeError) as error:
         raise PlanError(f"is damaged: {type(error).__name__} {error}; {again}", str(path)) from error
+    refuse_large([(problem, plan)], str(path))
+    return problem, plan, data
 
 
 def problem_from(data: Any) -> Problem:
-    """The problem that `Problem.to_json` wrote. Raises pydantic's ValidationError, which names every wrong field."""
-    return TypeAdapter(Problem).validate_python(data)
+    """The problem that `Problem.to_json` wrote. Raises pydantic's ValidationError, which names wrong fields."""
+    return cast(Problem, validator(Problem).validate_python(data))
+
+
+@cache
+def validator(kind: Any) -> SchemaValidator:
+    """Validate data of a plan file as ``kind``. A list is read up to its first wrong entry: an error takes 500 bytes, and a file
+    may have millions."""
+    return SchemaValidator(_up_to_errors(TypeAdapter(kind).core_schema))
+
+
+def _up_to_errors(schema: Any) -> Any:
+    if isinstance(schema, list | tuple):
+        return [_up_to_errors(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    ends = {"fail_fast": True} if schema.get("type") == "tuple" else {}
+    return {name: part if name == "metadata" else _up_to_errors(part) for name, part in schema.items()} | ends
+
+
+def refuse_large(sections: Sequence[tuple[Problem, Plan]], where: str = "") -> None:
+    """Raises PlanError if the plan file ``where`` with these problems and plans is beyond the limit ``entries``, ``placements``
+    or ``block_calls``."""
+    placements = block_calls = 0
+    for problem, plan in sections:
+        phases = (*problem.phases, *(phase for option in problem.options for phase in option.phases))
+        components = [of for c in problem.components for of in (c, c.layers) if of is not None]
+        calls = [call for phase in phases for call in phase.trace.calls]
+        short: dict[str, Sequence[Sequence[Any]]] = {
+            "components": [problem.components],
+            "block groups": [[group for of in components for group in of.groups]],
+            "variants of one component": [of.variants for of in components],
+            "phases": [phases],
+            "values": [problem.values],
+            "consumers of one value": [of.consumers for of in problem.values],
+            "results and kept tensors of one call": [(*call.results, *call.kept) for call in calls],
+            "options": [problem.options],
+            "directives": [problem.directives],
+            "permissions": [problem.allow],
+            "pairs of ordered stages": [problem.precedence or ()],
+            "actions in one slot": [slot.actions for slot in (*plan.slots, *plan.again)],
+        }
+        for what, lists in short.items():
+            count = max((len(entries) for entries in lists), default=0)
+            require("entries", count, f"it has {count:,} {what}", where, PlanError)
+        blocks = {id(of): sum(len(group.blocks) for group in of.groups) for of in components}
+        slots = max(len(plan.slots) + len(plan.again), 3 * len(phases))
+        placements += slots * sum(blocks.values())
+        most = {of.name: max(blocks[id(of)], blocks.get(id(of.layers), 0)) for of in problem.components}
+        for phase in phases:
+            uses = [use for of in phase.uses for use in (of, of.layers) if use is not None]
+            lengths = [max(1, len(use.order), most.get(use.component, 0)) for use in uses]
+            block_calls += max((use.calls for use in uses), default=0) * sum(lengths)
+    for limit, count, what in (
+        ("placements", placements, "its slots times its problem's blocks are {:,}"),
+        ("block_calls", block_calls, "its calls compute {:,} blocks"),
+    ):
+        require(limit, count, what.format(count), where, PlanError)
 
 
 def graph_path(path: Path, saved: Mapping[str, Any]) -> Path:
@@ -95,9 +156,10 @@ class BrokenRules(PlanError):
 def refuse_violations(path: Path, problem: Problem, plan: Plan) -> None:
     """Raises BrokenRules listing every rule that ``plan`` breaks, with slot, action and bytes."""
     violations = check(problem, plan)
-    lines = [f"{path}: {len(violations)} {'rule is' if len(violations) == 1 else 'rules are'} broken; the plan is refused"]
+    more = " or more" if len(violations) == LIMITS.problems else ""
+    lines = [f"{path}: {len(violations)}{more} {'rule is' if len(violations) == 1 else 'rules are'} broken; the plan is refused"]
+    names = [shortened(f"{slot.phase} {slot.part}".strip(), 200) for slot in plan.slots]
     for violation in violations:
-        names = [f"{slot.phase} {slot.part}".strip() for slot in plan.slots]
         where = f" in slot {violation.slot} ({names[violation.slot]})" if 0 <= violation.slot < len(names) else ""
         action = f", action {violation.action}" if violation.action >= 0 else ""
         lines.append(f"  {violation.rule}{where}{action}: {violation.detail}")

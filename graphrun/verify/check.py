@@ -56,14 +56,18 @@ Gaps of a value, in whose load slots it may be spilled and restored:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from dataclasses import replace
+from itertools import islice, zip_longest
 
 from graphrun.errors import PlanError
+from graphrun.limits import LIMITS
 from graphrun.model.choices import apply_choices
-from graphrun.model.plan import Blocks, Drop, Evict, Load, Plan, Read, Restore, Run, Slot, Spill, Stream, Violation
+from graphrun.model.plan import Blocks, Drop, Evict, Load, Plan, Read, Restore, Run, Slot, Spill, Stream, Violation, blocks_text
 from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Problem, Use, ValueNumbers, Variant
 from graphrun.model.splits import with_splits
+from graphrun.reading import shortened
 from graphrun.units import round_up
 from graphrun.verify.coherence import incoherent
 
@@ -151,9 +155,9 @@ def _splits(problem: Problem, plan: Plan) -> Iterator[Violation]:
 
 
 def _twice(rule: str, names: Sequence[str]) -> Iterator[Violation]:
-    for name in dict.fromkeys(names):
-        if names.count(name) > 1:
-            yield _broken(rule, f"{name} is chosen {names.count(name)} times")
+    for name, count in Counter(names).items():
+        if count > 1:
+            yield _broken(rule, f"{name} is chosen {count} times")
 
 
 def _sum(terms: dict[str, int]) -> str:
@@ -297,12 +301,12 @@ KINDS = (Drop, Evict, Spill, Restore, Read, Stream, Load, Run)
 
 
 def check(problem: Problem, plan: Plan) -> tuple[Violation, ...]:
-    """All violations of the rules by ``plan``, in slot order; empty if the plan may be run.
+    """Violations of the rules by ``plan``, in slot order; empty if the plan may be run. At most as many as the limit ``problems``.
 
     The slots of a session's further run (`Plan.again`) are numbered after those of the first run. If choices are invalid, only they
     are reported; if the structure, or what the plan finds and leaves, is, only that.
     """
-    return tuple(_check(problem, plan))
+    return tuple(replace(of, detail=shortened(of.detail)) for of in islice(_check(problem, plan), LIMITS.problems))
 
 
 def _check(problem: Problem, plan: Plan) -> Iterator[Violation]:
@@ -408,6 +412,7 @@ class _SlotRules:
 
     def __init__(self, problem: Problem, index: int, slot: Slot, resident: dict[str, BlockSet]) -> None:
         self.problem, self.index, self.slot = problem, index, slot
+        self.components = {component.name: component for component in problem.components}
         self.resident = {name: set(held) for name, held in resident.items()}
         self.loaded: dict[str, BlockSet] = {name: set() for name in resident}
         self.streams: dict[str, tuple[int, Stream]] = {}
@@ -439,7 +444,7 @@ class _SlotRules:
 
     def action(self, number: int, action: Load | Evict | Stream) -> Iterator[Violation]:
         name = action.component
-        component = next((c for c in self.problem.components if c.name == name), None)
+        component = self.components.get(name)
         if component is None:
             yield self.broken("unknown", number, f"no component {name!r}")
             return
@@ -577,7 +582,7 @@ def _unknown(component: ComponentNumbers, blocks: Blocks) -> Iterator[str]:
     counts = {of.name: len(of.blocks) for of in component.groups}
     for name, indices in blocks or ():
         if bad := [i for i in indices if not 0 <= i < counts.get(name, 0)]:
-            yield f"{name}{bad}"
+            yield blocks_text(((name, tuple(bad)),))
 
 
 def _every(component: ComponentNumbers, groups: Iterable[int]) -> BlockSet:
@@ -595,6 +600,6 @@ def _show(component: ComponentNumbers, held: BlockSet) -> str:
     parts = []
     for k, of in enumerate(component.groups):
         if indices := sorted(i for c, i in held if c == k):
-            parts.append(f"{of.name}{indices}")
+            parts.append(blocks_text(((of.name, tuple(indices)),)))
     nbytes = sum(component.variants[0].block_bytes[k] for k, _ in held)
     return f"{component.name} {' '.join(parts)} ({nbytes} bytes)"

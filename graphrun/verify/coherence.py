@@ -82,7 +82,7 @@ def _odd_numbers(where: str, of: Any) -> Iterator[str]:
 
 
 def _twice(what: str, names: Sequence[str]) -> Iterator[str]:
-    for name in {name for name in names if names.count(name) > 1}:
+    for name in (name for name, count in Counter(names).items() if count > 1):
         yield f"{what}: {name} is there twice"
 
 
@@ -131,16 +131,17 @@ def _phase(phase: PhaseNumbers, components: dict[str, ComponentNumbers]) -> Iter
 def _trace(phase: str, trace: PhaseTrace, components: dict[str, ComponentNumbers]) -> Iterator[str]:
     """Calls are of components, and release what they allocated; sizes are sizes."""
     for call in trace.calls:
+        kept = {*call.kept}
         live, once = set[int](), Counter(key for key, nbytes in call.events if nbytes)
         for key, nbytes in call.events:
             if not 0 <= nbytes <= _MOST or (key in live) == bool(nbytes):
                 yield f"{phase}: the trace of {call.component} allocates or releases {key} with {nbytes} bytes"
                 return
             live ^= {key}
-        if call.component not in components or live - set(call.kept):
+        if call.component not in components or live - kept:
             yield f"{phase}: the trace of {call.component} is of no component, or does not release what it allocates"
             return
-        if len({*call.results}) < len(call.results) or any(once[key] != 1 or key in call.kept for key in call.results):
+        if len({*call.results}) < len(call.results) or any(once[key] != 1 or key in kept for key in call.results):
             yield f"{phase}: the trace of {call.component} has results that it does not allocate once, or keeps"
             return
     for key, nbytes in (*trace.prelude, *trace.first, *trace.steady):
@@ -160,7 +161,8 @@ def _live_tensors(where: str, use: Use, component: ComponentNumbers) -> Iterator
         yield f"{where}: live_tensors are not of {len(blocks)} blocks"
     if rare := sorted({use.group_calls[k] for k, _ in blocks} - {use.calls}):
         yield f"{where}: live_tensors are of blocks that run in each of {use.calls} calls, and some run in {rare[0]}"
-    if use.order and [of for of in dict.fromkeys((k, i) for k, i, _ in use.order) if of in blocks] != blocks:
+    known = {*blocks}
+    if use.order and [of for of in dict.fromkeys((k, i) for k, i, _ in use.order) if of in known] != blocks:
         yield f"{where}: order has not the {len(blocks)} blocks of live_tensors in a row"
 
 

@@ -13,8 +13,12 @@ is returned to the device within a slot, so what is reserved at its end is its p
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
+from itertools import chain
 
+from graphrun.errors import PlanError
+from graphrun.limits import LIMITS, require
 from graphrun.model.allocator import Caching, segment_bytes
 from graphrun.model.phase_trace import CALL, CallTrace, Item, repeats_in
 from graphrun.model.plan import Blocks, Evict, Load, Plan, Restore, Slot, Spill, Stream
@@ -29,7 +33,8 @@ def reserved_bytes(problem: Problem, plan: Plan, helper: int = 0) -> tuple[int, 
     device, or on ``helper``, a number: that has its components' blocks and calls, with the arguments of each call, and no values.
 
     ``problem``: with the plan's choices applied; every phase has its `PhaseNumbers.trace`. A further run begins with the pages that
-    the run before it left. Raises KeyError for a plan that `check` refuses.
+    the run before it left. Raises KeyError for a plan that `check` refuses, and PlanError for more steps than the limit
+    ``replay_steps``.
     """
     return _replayed(problem, plan, helper)[0]
 
@@ -85,7 +90,7 @@ class _Replay:
         self._workspace: int | None = None  # the allocator's key of cuBLAS's workspace
         self._workspace_bytes = 0  # of it, if a call has allocated it since the last trim
         self.limit_bytes = 0
-        self._last_key = 0
+        self._last_key = self._steps = 0
         self._phase: str | None = None
         self._arguments: dict[str, int] = {}  # bytes that a call on a helper gets, by component
 
@@ -155,25 +160,25 @@ class _Replay:
             self._filler = self._allocate(missing) if missing > 0 and not self._helper else None
 
     def _items(self, items: Iterable[Item], calls: tuple[CallTrace, ...]) -> None:
-        results: list[int] = []  # of the last call, that nothing has taken over yet
+        results = dict[int, deque[int]]()  # of the last call, that nothing has taken over yet, by their bytes
         for key, nbytes in items:
-            if nbytes > 0 and (same := next((of for of in results if self._bytes[of] == nbytes), None)) is not None:
-                results.remove(same)
-                self._live[key] = same
+            if nbytes > 0 and results.get(nbytes):
+                self._live[key] = results[nbytes].popleft()
                 continue
             if nbytes <= 0:
-                for of in results:
+                for of in chain(*results.values()):
                     self._release(of)
-                results = []
+                results = {}
             if nbytes == CALL:
-                results = self._call(key, calls[key])
+                for of in self._call(key, calls[key]):
+                    results.setdefault(self._bytes[of], deque()).append(of)
             elif self._helper:
                 continue
             elif nbytes:
                 self._live[key] = self._allocate(nbytes)
             elif key in self._live:
                 self._release(self._live.pop(key))
-        for of in results:
+        for of in chain(*results.values()):
             self._release(of)
 
     def _call(self, number: int, call: CallTrace) -> list[int]:
@@ -204,13 +209,13 @@ class _Replay:
 
     def _kept_events(self, number: int, call: CallTrace) -> list[int]:
         own = {key: kept for (of, key), kept in self._kept.items() if of == number}
-        already = frozenset(own)
+        already, staying = frozenset(own), {*call.kept, *call.results}
         for key, nbytes in call.events:
             if key in already:
                 continue
             if nbytes:
                 own[key] = self._allocate(nbytes)
-            elif key not in call.kept and key not in call.results:
+            elif key not in staying:
                 self._release(own.pop(key))
         results = [own.pop(key) for key in call.results]
         self._kept |= {(number, key): kept for key, kept in own.items()}
@@ -220,6 +225,7 @@ class _Replay:
         """Events in one pool of a call that keeps nothing, but for those of its ``results`` that lie there: the allocator's keys of
         these are returned. Where the pool was the same before an earlier call, and as before behind it, only its results are
         placed."""
+        self._count(1 + len(self._bytes) - len(self._blocks))  # ranges that the state may have
         before = id(events), self._allocator.state(small)
         if (found := self._restored.get(before)) is None:
             live = self._replayed_events(events, small, results)
@@ -240,6 +246,7 @@ class _Replay:
         """Replays ``events`` but for releases of ``results``. Of what repeats, only as much is replayed as it takes until the pool
         and the tensors in it are again as before an earlier repetition: the others do the same."""
         numbers, repeats = repeats_in(events)
+        staying = {*results}
         live = dict[int, int]()  # number of the event that allocated -> the allocator's key
 
         def replay(begin: int, end: int) -> None:
@@ -247,7 +254,7 @@ class _Replay:
                 key, nbytes = events[number]
                 if nbytes:
                     live[number] = self._allocate(nbytes)
-                elif key not in results:
+                elif key not in staying:
                     self._release(live.pop(numbers[number]))
 
         done = 0
@@ -257,6 +264,7 @@ class _Replay:
             seen = dict[Hashable, int]()
             while done < repeat.end:
                 begun = done - repeat.begin
+                self._count(len(live))
                 places = {(of >= repeat.begin, of - begun * (of >= repeat.begin), self._allocator.place(live[of])) for of in live}
                 since = done - seen.setdefault((self._allocator.state(small), frozenset(places)), done)
                 if since and (skipped := (repeat.end - done) // since * since):
@@ -268,7 +276,14 @@ class _Replay:
         replay(done, len(events))
         return {events[number][0]: key for number, key in live.items()}
 
+    def _count(self, steps: int) -> None:
+        self._steps += steps
+        if self._steps > LIMITS.replay_steps:
+            what = f"the replay of the plan's traces was ended after {self._steps:,} steps"
+            require("replay_steps", 2 * self._steps, what, kind=PlanError)
+
     def _allocate(self, nbytes: int) -> int:
+        self._count(1)
         self._last_key += 1
         self._bytes[self._last_key] = nbytes
         before = self._allocator.used_bytes

@@ -40,6 +40,7 @@ RAM (`HostMemory`), in bytes per slot:
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -236,11 +237,15 @@ class Timeline:
         self._rings = {name: Ring(nbytes) for name, nbytes in ring_bytes.items()}
         self._compute_ends: dict[str, list[float]] = {name: [] for name in ring_bytes}  # of each placed block
         streamed = [work for work in works if work.source == "stream"]
-        self._following = {name: _following(streamed, name, sizes) for name in ring_bytes}
+        sizes_of = {name: list[int]() for name in ring_bytes}  # of the streamed blocks of each component, in order
+        for work in streamed:
+            sizes_of[work.key[0]].append(sizes[work.key].nbytes)
+        self._following = {name: iter(of[1:]) for name, of in sizes_of.items()}  # bytes of the block behind each one
         for (name, call), of in groupby(works, key=lambda work: (work.key[0], work.call)):
             self._call(name, call, list(of))
+        ran = Counter(name for name, _ in self.calls)
         for name, (to_helper, back, calls) in crossings.items():  # of calls that run no block
-            self._compute_free += (calls - sum(of == name for of, _ in self.calls)) * (to_helper + back)
+            self._compute_free += (calls - ran[name]) * (to_helper + back)
         while self._prefetch:
             self._issue_prefetch()
         disk.finish()
@@ -308,11 +313,6 @@ class Timeline:
         self._disk.copied(key, end)
         self.copies.append(Span(kind, key, 0, start, end))
         return end
-
-
-def _following(streamed: Sequence[Work], component: str, sizes: Mapping[Key, Size]) -> Iterator[int]:
-    """For each streamed block of ``component``, the bytes of the next one."""
-    return iter([sizes[work.key].nbytes for work in streamed if work.key[0] == component][1:])
 
 
 class HostMemory:
@@ -505,6 +505,10 @@ class _State:
         self, index: int, slot: Slot, keys: list[list[Key]], held: int, activation: int, timed: list[Event], start: float
     ) -> None:
         """Append one moment per action. ``held``: bytes on the device before the first action."""
+        moved = defaultdict[tuple[str, str, str], list[Event]](list)  # by kind, component and what was moved
+        for event in timed:
+            if event.kind in ("load", "read", "spill", "restore"):
+                moved[event.kind, event.component, "" if event.kind == "read" else event.detail].append(event)
         for number, (action, of) in enumerate(zip(slot.actions, keys, strict=True)):
             begin = end = start
             if isinstance(action, Evict):
@@ -514,8 +518,13 @@ class _State:
                 end = self.now
             elif not isinstance(action, Drop):
                 held += self._device_bytes(of)
-                paths = {self._path(key) for key in of}
-                if own := [event for event in timed if _belongs_to(event, action, paths)]:
+                if isinstance(action, Load):
+                    keys_moved = [("load", action.component, self._path(key)) for key in of]
+                elif isinstance(action, Read):
+                    keys_moved = [("read", action.component, "")]
+                else:
+                    keys_moved = [("spill" if isinstance(action, Spill) else "restore", "", action.value)]
+                if own := [event for key in keys_moved for event in moved[key]]:
                     begin, end = min(event.start_seconds for event in own), max(event.end_seconds for event in own)
             self.moments.append(Moment(index, number, held, begin, end))
 
@@ -568,12 +577,3 @@ class _State:
         detail = f"call {span.call}" if span.kind == "run" else self._path(span.key)
         nbytes = 0 if span.kind == "run" else self.sizes[span.key].nbytes
         return Event(span.kind, span.key[0], slot, detail, nbytes, span.start_seconds, span.end_seconds)
-
-
-def _belongs_to(event: Event, action: Load | Read | Spill | Restore, paths: set[str]) -> bool:
-    """Whether ``event`` is part of ``action``; for a load, whether it copies one of ``paths``."""
-    if isinstance(action, Spill | Restore):
-        return (event.kind, event.detail) == ("spill" if isinstance(action, Spill) else "restore", action.value)
-    if event.component != action.component:
-        return False
-    return event.kind == "read" if isinstance(action, Read) else event.kind == "load" and event.detail in paths
