@@ -7,11 +7,10 @@ On a machine with a card, load a pipeline of your own and leave ``device`` out.
 
 from __future__ import annotations
 
-import graphrun
-
-# isort: split
 import torch
 from tiny_flux import tiny_flux
+
+import graphrun
 
 pipe = tiny_flux()
 with graphrun.attach(pipe, vram="8M", device="sim", tell=print):
