@@ -139,7 +139,6 @@ def plan_line(name: str) -> str:
     from graphrun.profile.problems import Limits, problem_of
     from graphrun.solve.infeasible import Infeasible, smallest_budget
     from graphrun.units import parse_size
-    from graphrun.verify.simulate import simulate
 
     graph = graphrun.load(ROOT / "graphs" / f"{name}.yaml", trust=CODE.get(name, ()))
     inputs = graph.for_planning({})
@@ -154,9 +153,9 @@ def plan_line(name: str) -> str:
         except Infeasible:
             cells.append(f"- ({smallest_budget(problem) / 2**30:.1f})")
             continue
-        found = simulate(solution.problem, solution.plan)
-        outside = problem.budget_bytes - problem.effective_bytes
-        cells.append(f"{found.seconds:.1f} s, {(max(slot.peak_bytes for slot in found.slots) + outside) / 2**30:.1f}")
+        found = solution.simulation
+        peak_bytes = found.peak_bytes + problem.budget_bytes - problem.effective_bytes
+        cells.append(f"{found.seconds:.1f} s, {peak_bytes / 2**30:.1f}")
     return f"| {name} | {' | '.join(cells)} |"
 
 
