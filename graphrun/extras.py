@@ -32,7 +32,8 @@ def _quoted(source: Path, extra: str) -> str:
 def _installed_from() -> Path | None:
     """The folder or wheel that pip installed graphrun from; None where it no longer exists, or it was a package index."""
     with suppress(PackageNotFoundError, ValueError, AttributeError, OSError):  # PEP 610: absent, or not as it should be
-        url = json.loads(distribution("graphrun").read_text("direct_url.json") or "{}").get("url", "")
+        read_record = distribution("graphrun").read_text
+        url = json.loads(read_record("direct_url.json") or "{}").get("url", "")
         path = Path(url2pathname(urlsplit(url).path))
         if url.startswith("file:") and path.exists():
             return path

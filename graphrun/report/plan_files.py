@@ -97,7 +97,7 @@ def _up_to_errors(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     ends = {"fail_fast": True} if schema.get("type") == "tuple" else {}
-    return {name: part if name == "metadata" else _up_to_errors(part) for name, part in schema.items()} | ends
+    return {name: part if name in ("metadata", "default") else _up_to_errors(part) for name, part in schema.items()} | ends
 
 
 def refuse_large(sections: Sequence[tuple[Problem, Plan]], where: str = "") -> None:

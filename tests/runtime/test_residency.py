@@ -48,12 +48,15 @@ def test_loaded_blocks_equal_the_host_and_ties_hold_on_the_device(device: Simula
     with device.session(1 << 30):
         for path in PATHS:
             residency.allocate(path)
+            device.barrier()
             residency.load(path)
+        device.barrier()
         assert all(t.device.type == "sim" for t in tensors(module))
         assert module.head.weight is module.embed.weight
         for name, tensor in Small().state_dict().items():
             assert torch.equal(module.state_dict()[name].cpu(), tensor)
         assert device.machine.copies_in == len(PATHS), "one copy per block"
+        device.barrier()
         residency.release()
     assert device.allocated_bytes == 0
 
@@ -64,7 +67,9 @@ def test_eviction_puts_the_same_host_tensors_back_and_frees_that_block_alone(dev
     with device.session(1 << 30):
         for path in ("", "wide.1"):
             residency.allocate(path)
+            device.barrier()
             residency.load(path)
+        device.barrier()
         both = device.allocated_bytes
         residency.evict("wide.1")
         assert both - device.allocated_bytes == -(-residency.nbytes("wide.1") // 512) * 512

@@ -30,6 +30,7 @@ class Few:
     """Settings without limits of their own."""
 
     limits: dict[str, int] = {}
+    connections = 512
 
 
 async def ended() -> None:

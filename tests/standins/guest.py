@@ -84,7 +84,11 @@ def state() -> dict[str, Any]:
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "hooks": [str(hook) for hook in (sys.excepthook, sys.unraisablehook, threading.excepthook, warnings.showwarning)],
         "root logger": [logging.root.level, *map(str, logging.root.handlers)],
-        "loggers' filters": [name for name in sorted(logging.root.manager.loggerDict) if logging.getLogger(name).filters],
+        "loggers' filters": [
+            name
+            for name in sorted(logging.root.manager.loggerDict)
+            if any(type(kept).__module__.startswith("graphrun") for kept in logging.getLogger(name).filters)
+        ],
     }
 
 
