@@ -11,6 +11,7 @@ from graphrun.errors import InputError, PlanError
 from graphrun.files import Store
 from graphrun.graph.values import strings
 from graphrun.notices import without_notices
+from graphrun.trace import warn_of
 from graphrun.units import parse_size
 
 RUNS = 100  # of a session by default: enough that the first run, which loads, weighs little
@@ -247,7 +248,8 @@ def run(
     Where the device has less memory than planned, or a stage takes more, the remainder is planned again and the run continues.
     Raises PlanError before anything is loaded where the plan is not for this graph or breaks a rule; OutOfMemory where no plan fits
     the memory left (outputs of finished stages are saved, and named in the message); TransferFailed or BrokenPlan where execution
-    differs from the plan otherwise. The device is back at its baseline in every case.
+    differs from the plan otherwise. The device is back at its baseline in every case. Warns (RuntimeWarning)
+    if a slot takes more than planned; ``trace.overruns`` has the slots.
     """
     from graphrun.batch.cache.keys import choices_of
     from graphrun.batch.cache.reuse import reuse_for
@@ -272,6 +274,7 @@ def run(
     trace = execute(solution, remaining, values, device, modules, progress, tell=tell, **options)
     if cache is not None:
         remember(solution, trace, Store(cache))
+    warn_of(trace.overruns, stacklevel=2)
     return trace
 
 

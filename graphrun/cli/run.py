@@ -91,7 +91,7 @@ def run(
     from graphrun.report.preview import Preview
     from graphrun.report.progress import Progress
     from graphrun.report.screen import listed, measured_screen, plan_screen
-    from graphrun.report.summary import broken_caps, summarize
+    from graphrun.report.summary import summarize
     from graphrun.report.verdicts import fits
 
     planfile.require_writable(plan_file, trace_file, preview)
@@ -136,7 +136,7 @@ def run(
         about = made_of(made.graph.name, values, solution.problem.digest, graphrun.__version__)
         _save_trace(trace_file, trace, planfile.content(trace_file, made.source, solution, summary), written, about)
     show(summary, as_json, measured_screen(solution, trace, written, shown))
-    if broken_caps(solution, trace):
+    if trace.overruns:
         raise typer.Exit(4)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Colours of screens, which are plain text: what is coloured is found by its words. Styles are those of rich.
 COLOURS = (
     ("bold green", r"(?m)^(?:fits: yes|done|ok|ready)\b"),
-    ("bold red", r"(?m)^(?:fits: no|infeasible)\b|the plan was BROKEN|does not fit\b"),
+    ("bold red", r"(?m)^(?:fits: no|infeasible)\b|more than planned|does not fit\b"),
     ("cyan", r"(?m)(?<=: )graphrun (?:.*\\\n)*.*$"),
     ("bold", r"(?m)^ (?:#|phase|slot|component|budget) .*$"),
     ("green", "█+"),

@@ -61,7 +61,7 @@ from graphrun.profile import hardware as known_hardware
 from graphrun.profile.problems import Limits
 from graphrun.profile.recording import ComponentProfile, DryRun, Event, Recording, StageEnd
 from graphrun.report.call_screen import call_screen
-from graphrun.report.screen import measured_screen, plan_screen
+from graphrun.report.screen import measured_screen, plan_screen, verdict_line
 from graphrun.report.summary import summarize
 from graphrun.runtime.devices.device import Device, device_lock
 from graphrun.runtime.executor import follow, refuse_broken
@@ -69,7 +69,7 @@ from graphrun.sim.casts import dtype_on
 from graphrun.solve.solve import solve
 from graphrun.solve.transitions import continued
 from graphrun.systems import refuse_forked
-from graphrun.trace import Trace
+from graphrun.trace import Trace, warn_of
 from graphrun.units import show_size
 from graphrun.verify.solution import solution_of
 
@@ -258,14 +258,18 @@ class Attachment:
         if not solution.problem.phases:
             return f"{solution.problem.graph}: the call entered no component"
         if self.replans:
-            return f"{plan_screen(solution)}\n\nthe call left this plan, and was planned again at {', '.join(self.replans)}"
+            again = f"the call left this plan, and was planned again at {', '.join(self.replans)}"
+            return f"{plan_screen(solution)}\n\n{again}\n{verdict_line(trace)}"
         return f"{plan_screen(solution)}\n{measured_screen(solution, trace, [])}" if full else call_screen(solution, trace)
 
     def summary(self) -> dict[str, Any]:
-        """The last call as JSON-ready data; ``replans`` lists the entries that were replanned. Raises InputError as `report`."""
+        """The last call as JSON-ready data. Raises InputError as `report`.
+
+        ``replans`` lists the entries that were planned again; ``verdict`` says whether the call matched its plans.
+        """
         solution, trace = self._last()
         fits = bool(solution.problem.phases) and not self.replans
-        return {**summarize(solution, None, trace if fits else None), "replans": list(self.replans)}
+        return {**summarize(solution, None, trace if fits else None), "replans": list(self.replans), "verdict": trace.verdict}
 
     def _last(self) -> tuple[Solution, Trace]:
         if self.solution is None or self.trace is None:
@@ -416,6 +420,7 @@ class Attachment:
         if replan.entries and key.without_texts not in self._text_dependent:
             self._text_dependent.add(key.without_texts)
             del self._dry_runs[key.without_reserve]
+        warn_of(self.trace.overruns)
         return trace.outputs["result"]
 
     def _continued_from_here(self, solution: Solution) -> Solution:
@@ -619,13 +624,18 @@ class _Replan:
 
 
 def _without_caller_bytes(trace: Trace, held_bytes: int, output_bytes: int) -> Trace:
-    """``trace`` without outputs, and with the caller's bytes subtracted from its peaks.
+    """``trace`` without outputs, and with the caller's bytes subtracted from its peaks, planned and measured.
 
     These are ``held_bytes``, which the caller had on the device before the call, and in the end slot the outputs too.
     """
     caller_bytes = {"end": held_bytes + output_bytes}
     slots = tuple(
-        replace(slot, peak_bytes=max(0, slot.peak_bytes - caller_bytes.get(slot.part, held_bytes))) for slot in trace.slots
+        replace(
+            slot,
+            peak_bytes=max(0, slot.peak_bytes - caller_bytes.get(slot.part, held_bytes)),
+            planned_peaks=(max(0, slot.planned_peaks[0] - held_bytes), *slot.planned_peaks[1:]),
+        )
+        for slot in trace.slots
     )
     return replace(trace, slots=slots, outputs={})
 

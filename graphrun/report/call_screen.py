@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from graphrun.model.problem import PhaseNumbers, Problem
 from graphrun.model.solution import Solution
-from graphrun.report.screen import beside_cells, calls_of, found_and_left, regime, streams_of, verdict
+from graphrun.report.screen import beside_cells, calls_of, found_and_left, regime, streams_of, verdict_line
 from graphrun.report.table import Units, table
 from graphrun.trace import Trace
 from graphrun.units import show_seconds, show_size
@@ -33,7 +33,7 @@ def call_screen(solution: Solution, trace: Trace) -> str:
             "",
             table(rows, left=(0, 2)),
             f" sizes in {units.size}; weights: whole, or how many blocks stay on the device while the others are streamed",
-            verdict(solution, trace),
+            verdict_line(trace),
         )
     )
 

@@ -12,7 +12,7 @@ from graphrun.model.simulation import Simulation, SlotReport
 from graphrun.model.solution import Solution
 from graphrun.model.splits import computing_on
 from graphrun.report.command_lines import folded_command
-from graphrun.report.summary import broken_caps, directives, figures
+from graphrun.report.summary import directives, figures
 from graphrun.report.table import Units, table
 from graphrun.report.verdicts import done, fits
 from graphrun.trace import SlotTrace, Trace
@@ -388,7 +388,7 @@ def measured_screen(solution: Solution, trace: Trace, written: Sequence[str], lo
             "",
             table(rows, left=(0,), width=None if look.verbose else look.width),
             f" sizes in {units.size}; {units.time} {'on the virtual clock' if trace.device == 'sim' else 'on the card'}",
-            verdict(solution, trace),
+            verdict_line(trace),
         )
     )
 
@@ -405,8 +405,6 @@ def beside_cells(pairs: Sequence[tuple[SlotReport, SlotTrace]]) -> list[float]:
     ]
 
 
-def verdict(solution: Solution, trace: Trace) -> str:
-    """Whether the plan was kept, else the slots in which it was not; and what stayed on the device."""
-    broken = broken_caps(solution, trace)
-    kept = f"the plan was BROKEN: {'; '.join(broken)}" if broken else "the plan was kept"
-    return f"{kept}; left on the device: {show_size(trace.left_bytes)}"
+def verdict_line(trace: Trace) -> str:
+    """The verdict on a run, and what it left on the device."""
+    return f"{trace.verdict}; left on the device: {show_size(trace.left_bytes)}"

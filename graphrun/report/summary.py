@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from graphrun.model.problem import Problem
@@ -49,7 +50,9 @@ def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | No
             "peak_bytes": trace.peak_bytes,
             "host_peak_bytes": trace.host_bytes,
             **figures(trace, "moved_bytes", "disk_bytes_read", "seconds", "left_bytes"),
-            "kept_plan": not broken_caps(solution, trace),
+            "kept_plan": not trace.overruns,
+            "verdict": trace.verdict,
+            "overruns": [asdict(overrun) for overrun in trace.overruns],
             "slots": [
                 {
                     **figures(measured, "phase", "part"),
@@ -104,23 +107,3 @@ def stages(simulation: Simulation, trace: Trace | None = None) -> list[dict[str,
             }
         rows.append(row)
     return rows
-
-
-def broken_caps(solution: Solution, trace: Trace) -> list[str]:
-    """Slots whose measured peak exceeds the planned one, as ``phase part: measured > planned``; empty: the plan was kept.
-
-    Where the remainder was planned again, peaks are compared with the budget.
-    """
-    limits = [solution.problem.effective_bytes, *(helper.effective_bytes for helper in solution.problem.helpers)]
-    planned = solution.simulation.slots
-    pairs = (
-        [(limits, slot) for slot in trace.slots]
-        if trace.notes
-        else [([of.peak_bytes, *of.helper_peaks], slot) for of, slot in trace.beside(planned)]
-    )
-    return [
-        f"{slot.phase} {slot.part}{f' on device{number}' if number else ''}: {peak} > {most}"
-        for limit, slot in pairs
-        for number, (most, peak) in enumerate(zip(limit, (slot.peak_bytes, *slot.helper_peaks), strict=False))
-        if peak > most
-    ]

@@ -31,7 +31,7 @@ from graphrun.ops import Stages
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.host import Host
 from graphrun.runtime.leftovers import error_to_raise, leftovers
-from graphrun.runtime.run import HandedOut, Progress, Replan, Run, Setting, Work
+from graphrun.runtime.run import HandedOut, Progress, Replan, Run, Setting, Work, planned_peaks
 from graphrun.trace import Trace
 from graphrun.units import show_size
 from graphrun.verify.check import check
@@ -172,7 +172,7 @@ class Session:
         return self._run(self._setting.plan, self._simulation.slots)
 
     def _run(self, plan: Plan, reports: Sequence[SlotReport]) -> Run:
-        return Run(self._setting, plan, [(report.peak_bytes, *report.helper_peaks) for report in reports], None)
+        return Run(self._setting, plan, planned_peaks(reports), None)
 
     def _emptied(self, run: Run, error: BaseException, work: Stages | None = None) -> BaseException:
         """Leaves the device empty after ``error`` in ``run``, and returns what the caller gets."""

@@ -19,6 +19,7 @@ import torch
 from graphrun.errors import BrokenPlan, OutOfMemory
 from graphrun.model.plan import Plan, slot_text
 from graphrun.model.problem import Problem
+from graphrun.model.simulation import SlotReport
 from graphrun.model.solution import Solution
 from graphrun.model.splits import crossings
 from graphrun.modules.interceptor import CallInterceptor
@@ -59,6 +60,11 @@ class Replan(Protocol):
         """A plan that starts with this call. At that time the device holds no weights, and ``live_bytes`` of other tensors."""
 
 
+def planned_peaks(slots: Sequence[SlotReport]) -> list[tuple[int, ...]]:
+    """Planned peak bytes of each slot, on the device and on each helper."""
+    return [(slot.peak_bytes, *slot.helper_peaks) for slot in slots]
+
+
 @dataclass(frozen=True)
 class Setting:
     """What all runs of a session share. ``problem`` is the plan's problem with the plan's choices applied (`apply_choices`).
@@ -86,21 +92,22 @@ class Run:
 
     def __init__(self, setting: Setting, plan: Plan, peaks: Sequence[Sequence[int]], progress: Progress | None) -> None:
         self._setting, self._device, self._host = setting, setting.device, setting.host
-        self._peaks, self.progress = peaks, progress
+        self.progress = progress
         self._recorder = EventRecorder(self._device)
         self._values = Values(self._device, None)
         self._measured: set[str] = set()  # quantized components whose size was measured
         self._slots: list[SlotTrace] = []
         self._open: OpenSlot | None = None
         self._closed = False  # whether that is closed
-        self._follow(setting.problem, plan)
+        self._follow(setting.problem, plan, peaks)
         self._cached_bytes = setting.host.cached_bytes  # on the device since an earlier phase or run
         self._before = self._tiers()  # bytes by memory tier
         # of each device: peak bytes of the open slot, and bytes that this process could allocate in total
         self._at_failure = [(0, 0)] * len(self._device.every)
 
-    def _follow(self, problem: Problem, plan: Plan) -> None:
+    def _follow(self, problem: Problem, plan: Plan, peaks: Sequence[Sequence[int]]) -> None:
         self._problem, self._plan, self._cursor = problem, plan, SlotCursor(problem, plan)
+        self._peaks = peaks
         self._variants = {numbers.name: numbers.variants[0] for numbers in problem.components}
 
     @property
@@ -267,7 +274,7 @@ class Run:
         self._host.evict()
         self._release_cached()
         solution = replan.plan_from(component, entry, args, kwargs, self._device.allocated_bytes)
-        self._follow(solution.chosen, solution.plan)
+        self._follow(solution.chosen, solution.plan, planned_peaks(solution.simulation.slots))
         return self._cursor.enter(component)
 
     def _read_weight(self, component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -334,7 +341,19 @@ class Run:
         if self._open is not None and not self._closed:
             closed = self._open.close()
             self._closed = True
-            self._slots.append(replace(closed, peak_bytes=max(0, closed.peak_bytes - self._cached_bytes)))
+            peak_bytes = max(0, closed.peak_bytes - self._cached_bytes)
+            planned = self._planned_with_others(self._peaks[self._open.index])
+            self._slots.append(replace(closed, peak_bytes=peak_bytes, planned_peaks=planned))
+
+    def _planned_with_others(self, peaks: Sequence[int]) -> tuple[int, ...]:
+        """``peaks`` of a slot, each with the bytes on its device that are not the plan's: those before
+        the run, and blocks of components that the plan does not use."""
+        residencies = self._host.residencies.items()
+        others = [residency for name, residency in residencies if name not in self._variants]
+        return tuple(
+            peak + self._before[f"device{number or ''}"] + sum(other.loaded_bytes(self._device.every[number]) for other in others)
+            for number, peak in enumerate(peaks)
+        )
 
     def _report_progress(self) -> None:
         if self.progress is not None and self._open is not None:

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graphrun
 from graphrun.diffusers_.attach import Attachment
 from graphrun.errors import InputError
-from graphrun.report.summary import broken_caps
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.sim import Machine
 from graphrun.solve.infeasible import Infeasible
@@ -60,7 +59,7 @@ class Warm:
     def checked_moved_bytes(self) -> int:
         assert self.attached.solution is not None
         assert self.attached.trace is not None
-        assert broken_caps(self.attached.solution, self.attached.trace) == []
+        assert self.attached.trace.overruns == ()
         planned_bytes = self.attached.solution.simulation.moved_bytes  # each block rounded up to an allocation
         assert 0.98 * planned_bytes <= self.attached.trace.moved_bytes <= planned_bytes
         assert self.device.allocated_bytes >= self.attached.held_bytes

@@ -95,6 +95,24 @@ def test_items_have_the_bits_of_one_device_in_order_at_the_planned_time(
     assert {event["pid"] for event in events} == {1, 2, 3}
 
 
+def test_a_batch_has_what_took_more_than_planned_on_a_device(
+    flux: Any, crew: Any, cached_dry_runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    estimate = graphrun.estimate
+
+    def lowered(*args: Any, **kwargs: Any) -> Any:
+        problem = estimate(*args, **kwargs)
+        phases = (replace(phase, first_bytes=phase.first_bytes // 2) for phase in problem.phases)
+        return replace(problem, phases=tuple(phases))
+
+    monkeypatch.setattr(graphrun, "estimate", lowered)
+    low = placed(flux, 3, cached_dry_runs)
+    batch = ran_by(flux, low, crew(low), REQUESTS[:1])
+    assert batch.verdict.startswith("the run took more than planned: ")
+    slots = {overrun.slot for overrun in batch.overruns}
+    assert {slot.partition("/")[0] for slot in slots} == {"encode", "denoise", "decode"}
+
+
 @pytest.mark.parametrize("items", [1, 3])
 def test_a_device_that_waits_for_values_loads_meanwhile(
     flux: Any, crew: Any, single: Any, cached_dry_runs: Path, items: int
