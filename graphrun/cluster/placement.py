@@ -31,7 +31,7 @@ from graphrun.model.problem import ValueNumbers
 from graphrun.model.simulation import Simulation
 from graphrun.model.solution import Solution
 from graphrun.reading import quoted
-from graphrun.verify.check import check
+from graphrun.verify.solution import broken_rules
 
 Objective = Literal["throughput", "latency"]
 Span = tuple[int, int]  # number of the first stage of a part, and of the one behind its last
@@ -273,7 +273,7 @@ def violations(placement: Placement) -> list[str]:
                 found.append(f"device {device.name}: its plan is for another {hardware.name}")
             if budget_bytes > device.vram_bytes:
                 found.append(f"device {device.name}: its plan is for {budget_bytes} bytes of VRAM of {device.vram_bytes}")
-        found += [f"device {of.name}: {v.rule} in slot {v.slot}: {v.detail}" for v in check(problem, solution.plan)]
+        found += [f"device {of.name}: {v.rule} in slot {v.slot}: {v.detail}" for v in broken_rules(problem, solution.plan)]
     return found
 
 

@@ -29,6 +29,7 @@ class Document:
     data: Any
     root: yaml.Node
     problems: dict[str, int] = field(default_factory=dict)  # text -> line
+    wrong: set[Location] = field(default_factory=set)  # of entries that were left out for their shape
     _entries: dict[int, dict[str, tuple[yaml.Node, yaml.Node]]] = field(default_factory=dict)  # of mappings, by `id` of their node
 
     def where(self, location: Location) -> str:

@@ -34,8 +34,8 @@ from graphrun.runtime.leftovers import error_to_raise, leftovers
 from graphrun.runtime.run import HandedOut, Progress, Replan, Run, Setting, Work, planned_peaks
 from graphrun.trace import Trace
 from graphrun.units import show_size
-from graphrun.verify.check import check
 from graphrun.verify.pages import limit_bytes
+from graphrun.verify.solution import broken_rules
 
 
 def stages_for(plan: Plan, graph: Graph, inputs: Mapping[str, Any], device: Device, host: Host, **more: Any) -> Stages:
@@ -239,12 +239,12 @@ def _permissions(problem: Problem, graph: Graph) -> Iterator[tuple[str, str, str
 
 
 def refuse_broken(solution: Solution) -> None:
-    """Raises PlanError when the plan is for another problem, or violates a rule of `verify.check`."""
+    """Raises PlanError when the plan is for another problem, or violates a rule."""
     problem, plan = solution.problem, solution.plan
     if plan.problem != problem.digest:
         raise PlanError(f"the plan is for the problem with digest {plan.problem}, this one has {problem.digest}: plan again")
-    if violations := check(problem, plan):
-        lines = [f"{v.rule}, slot {v.slot}{f', action {v.action}' if v.action >= 0 else ''}: {v.detail}" for v in violations]
+    if broken := broken_rules(problem, plan):
+        lines = [f"{v.rule}, slot {v.slot}{f', action {v.action}' if v.action >= 0 else ''}: {v.detail}" for v in broken]
         raise PlanError("\n".join(["the plan may not be run:", *lines]))
 
 

@@ -28,6 +28,7 @@ stream           only components that the slot uses are streamed, each once; ``k
 ring             a ring has room for the largest block that passes
 vram             the device memory of every slot is within the budget
 helper           the memory of every slot on a helper is within its budget
+                 (both in bytes of tensors; `verify.solution` adds the rule ``pages``)
 baseline         nothing is on the device at the end; in a session, every run leaves what ``leaves`` says
 
 Backing stores and values:
