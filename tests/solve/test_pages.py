@@ -253,7 +253,7 @@ def test_equal_calls_are_replayed_once_and_count_the_same(make_problem: Any) -> 
 
 
 # Plans by a model that searched mapped and unmapped pages alike exceeded these by up to 370 MiB.
-TIGHT = (("flux2-dev", 12), ("wan22-t2v", 12), ("wan-14b", 12), ("ltx2", 16))
+TIGHT = (("flux-kontext", 8), ("wan22-t2v", 12), ("wan-14b", 12), ("ltx2", 16))
 
 
 @pytest.mark.parametrize("case", sampled(TIGHT, TIGHT[:1], "pages"), ids=str)
