@@ -1,13 +1,16 @@
-"""What the first call of an attached pipeline takes, and the second with another text, beside the plain pipeline's call.
+"""What the first call of an attached pipeline takes, and the second with another text, beside the
+plain pipeline's call.
 
-.venv/bin/python benchmarks/attach_calls.py [--out FILE] [NAME ...]     writes benchmarks/results/attach_calls.json
+.venv/bin/python benchmarks/attach_calls.py [--out FILE] [NAME ...]     writes
+benchmarks/results/attach_calls.json
 
-Tiny pipelines of tests/attach/tiny_pipelines.yaml (of ten families, or those named) on the simulated accelerator, within 95 % of
-their weights' bytes: processor seconds on one thread, the least of three rounds in which both take turns, so that other work on the
-machine counts little.
+Tiny pipelines of tests/attach/tiny_pipelines.yaml (of ten families, or those named) on the
+simulated accelerator, within 95 % of their weights' bytes: processor seconds on one thread, the
+least of three rounds in which both take turns, so that other work on the machine counts little.
 
-first    of the first call, less that of a plain call: dry run, problem, plan
-second   of the second call, with another text where the pipeline takes one, over that of a plain call on the same accelerator
+first    of the first call, less that of a plain call: dry run, problem, plan second   of the second
+call, with another text where the pipeline takes one, over that of a plain call on the same
+accelerator
 """
 
 from __future__ import annotations
@@ -27,7 +30,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / part) for part in ("attach", "sweep"))]
-os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.update(
+    TRANSFORMERS_VERBOSITY="error",
+    DIFFUSERS_VERBOSITY="error",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+)
 
 import torch  # noqa: E402
 from test_attach_pipelines import SHARE, weight_bytes  # noqa: E402
@@ -65,7 +73,9 @@ def measure(name: str) -> dict[str, float]:
         case.call(plain, put)
     plains, firsts, others = list[float](), list[float](), list[float]()
     for _ in range(ROUNDS):
-        with graphrun.attach(pipe, vram=int(SHARE * weight_bytes(pipe)), device=SimulatedDevice(sim.Machine())):
+        with graphrun.attach(
+            pipe, vram=int(SHARE * weight_bytes(pipe)), device=SimulatedDevice(sim.Machine())
+        ):
             firsts.append(seconds(lambda: case.call(pipe)))
             with machine:
                 plains.append(seconds(lambda: case.call(plain, put)))
@@ -88,7 +98,10 @@ def main() -> None:
     for name in given.names or TABLE:
         try:
             rows[name] = {key: round(value, 3) for key, value in measure(name).items()}
-            print(f"{name:45} {rows[name]['first']:7.2f} s more   {rows[name]['second']:5.2f} x", flush=True)
+            print(
+                f"{name:45} {rows[name]['first']:7.2f} s more   {rows[name]['second']:5.2f} x",
+                flush=True,
+            )
         except Exception as error:  # noqa: BLE001  (a pipeline that does not run so is left out, and said)
             print(f"{name:45} left out: {type(error).__name__}: {str(error)[:80]}", flush=True)
     found = {
@@ -98,7 +111,12 @@ def main() -> None:
     }
     for key, of in found.items():
         print(f"{key}: median {of['median']:.2f}, most {of['most']:.2f} of {len(rows)}")
-    result = {"date": datetime.date.today().isoformat(), "torch": torch.__version__, **found, "pipelines": rows}
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        **found,
+        "pipelines": rows,
+    }
     given.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

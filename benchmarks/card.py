@@ -1,9 +1,10 @@
-"""One step of the card script (`benchmarks/card.sh`): at most six minutes, results written after every part.
+"""One step of the card script (`benchmarks/card.sh`): at most six minutes, results written after
+every part.
 
 python benchmarks/card.py STEP [--rehearse] [--out FILE] [--limit SECONDS]
 
-A part is a process of its own, because an error of CUDA spoils its process; it is ended when the step's time is over. Exit 1: a
-part failed, or a promise was broken; the results say which.
+A part is a process of its own, because an error of CUDA spoils its process; it is ended when the
+step's time is over. Exit 1: a part failed, or a promise was broken; the results say which.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
-os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.update(
+    TRANSFORMERS_VERBOSITY="error",
+    DIFFUSERS_VERBOSITY="error",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+)
 
 from gpu import about, broken  # noqa: E402
 
@@ -40,13 +46,23 @@ STEPS_OF = {"diffusers sequential offload": 2}
 
 def options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", choices=STEPS)
-    parser.add_argument("--rehearse", action="store_true", help="on the simulated accelerator, with graphs in small")
-    parser.add_argument(
-        "--limit", type=float, help=f"seconds for the step; default {LIMIT_SECONDS}, in a rehearsal {REHEARSAL_SECONDS}"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="the results; default benchmarks/results/card-STEP.json, or in $OUT")
+    parser.add_argument("step", choices=STEPS)
+    parser.add_argument(
+        "--rehearse", action="store_true", help="on the simulated accelerator, with graphs in small"
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        help=f"seconds for the step; default {LIMIT_SECONDS}, in a rehearsal {REHEARSAL_SECONDS}",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="the results; default benchmarks/results/card-STEP.json, or in $OUT",
+    )
     parser.add_argument("--part", choices=("snapshot", "peers"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     asked.limit = asked.limit or (REHEARSAL_SECONDS if asked.rehearse else LIMIT_SECONDS)
@@ -59,7 +75,9 @@ class Step:
     def __init__(self, asked: argparse.Namespace) -> None:
         self.asked, self.begun = asked, time.perf_counter()
         default = Path("out") if asked.rehearse else Path(os.environ.get("OUT", HERE / "results"))
-        self.path: Path = asked.out or default / f"card-{asked.step}{'-rehearsal' if asked.rehearse else ''}.json"
+        self.path: Path = (
+            asked.out or default / f"card-{asked.step}{'-rehearsal' if asked.rehearse else ''}.json"
+        )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.results: dict[str, Any] = {"about": about(asked.rehearse)}
 
@@ -69,13 +87,16 @@ class Step:
         return float(self.asked.limit - (time.perf_counter() - self.begun))
 
     def part(self, name: str, command: list[str], results: Path | None = None) -> None:
-        """Runs ``command`` and keeps what it wrote to ``results``, or else its output's last lines."""
+        """Runs ``command`` and keeps what it wrote to ``results``, or else its output's last
+        lines."""
         start, found = time.perf_counter(), dict[str, Any]()
         if self.seconds_left < 5:
             found["failed"] = "no time was left"
         else:
             try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=self.seconds_left, check=False)
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=self.seconds_left, check=False
+                )
                 told = (done.stdout + done.stderr).strip().splitlines()
                 if done.returncode:
                     found["failed"] = f"ended with {done.returncode}: " + " | ".join(told[-12:])
@@ -89,14 +110,25 @@ class Step:
         self.results[name] = found
         self.results["broken"] = broken(self.results)
         self.path.write_text(json.dumps(self.results, indent=1) + "\n")
-        print(f"{name}: {found['took_seconds']} s{'  FAILED: ' + found['failed'][:300] if 'failed' in found else ''}", flush=True)
+        print(
+            f"{name}: {found['took_seconds']} s{'  FAILED: ' + found['failed'][:300] if 'failed' in found else ''}",
+            flush=True,
+        )
 
     def gpu(self, sections: str, *more: str) -> None:
         """Sections of benchmarks/gpu.py as parts."""
         for section in sections.split(","):
             with tempfile.TemporaryDirectory() as folder:
                 out = Path(folder) / "gpu.json"
-                command = [sys.executable, str(HERE / "gpu.py"), "--sections", section, "--out", str(out), *more]
+                command = [
+                    sys.executable,
+                    str(HERE / "gpu.py"),
+                    "--sections",
+                    section,
+                    "--out",
+                    str(out),
+                    *more,
+                ]
                 command += ["--limit", f"{max(self.seconds_left - 5, 1):.0f}", *self._rehearse]
                 self.part(section, command, out)
 
@@ -104,7 +136,17 @@ class Step:
         """A part of this file in a process of its own."""
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "part.json"
-            command = [sys.executable, __file__, self.asked.step, "--part", part, "--out", str(out), *self._rehearse, *more]
+            command = [
+                sys.executable,
+                __file__,
+                self.asked.step,
+                "--part",
+                part,
+                "--out",
+                str(out),
+                *self._rehearse,
+                *more,
+            ]
             self.part(part, [*command, "--limit", f"{self.seconds_left - 5:.0f}"], out)
 
     @property
@@ -120,18 +162,35 @@ def _json_or_lines(text: str) -> Any:
 
 
 def check(step: Step) -> None:
-    """What the machine is, the contract of devices, rates and bytes of the card, graphs in small."""
+    """What the machine is, the contract of devices, rates and bytes of the card, graphs in
+    small."""
     step.part("doctor", [sys.executable, "-m", "graphrun", "doctor", "--json"])
     contract = ["tests/runtime/test_contract.py", "tests/runtime/test_cuda.py"]
     contract = [path for path in contract if (HERE.parent / path).exists()]
-    step.part("contract", [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *contract])
+    step.part(
+        "contract",
+        [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *contract],
+    )
     step.gpu("tiny" if step.asked.rehearse else "machine,tiny")
 
 
 def memory(step: Step) -> None:
     """Calibration, and the allocator's record of one run beside the model of it."""
     device = "sim" if step.asked.rehearse else "cuda"
-    step.part("calibrate", [sys.executable, "-m", "graphrun", "calibrate", "--device", device, "--seconds", "20", "--json"])
+    step.part(
+        "calibrate",
+        [
+            sys.executable,
+            "-m",
+            "graphrun",
+            "calibrate",
+            "--device",
+            device,
+            "--seconds",
+            "20",
+            "--json",
+        ],
+    )
     step.own("snapshot")
 
 
@@ -162,7 +221,11 @@ def snapshot(asked: argparse.Namespace) -> None:
         bench.follow(solution)
         with recorded(bench.device) as events:
             trace, _, seconds = bench.follow(solution)
-        out |= {"effective_bytes": solution.problem.effective_bytes, "peak_bytes": trace.peak_bytes, "wall_seconds": seconds}
+        out |= {
+            "effective_bytes": solution.problem.effective_bytes,
+            "peak_bytes": trace.peak_bytes,
+            "wall_seconds": seconds,
+        }
         out |= compared(events)
         out["cap_kept"] = trace.peak_bytes <= solution.problem.effective_bytes
         out["growth: event, reserved, allocated"] = growth(events)
@@ -182,7 +245,12 @@ def compare(asked: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as cache:
         for tool in PEERS:
             steps = STEPS_OF.get(tool, 4)
-            bench = Bench(options(["--device", device, "--models", "flux", "--tools", tool, "--steps", str(steps)]), cache)
+            bench = Bench(
+                options(
+                    ["--device", device, "--models", "flux", "--tools", tool, "--steps", str(steps)]
+                ),
+                cache,
+            )
             bench.asked.limit = asked.limit / 3
             if steps not in references:
                 if asked.rehearse:
@@ -191,7 +259,14 @@ def compare(asked: argparse.Namespace) -> None:
             bench.results["models"]["flux"] = references[steps]
             for cap in ("4M", "16M") if asked.rehearse else CAPS:
                 if time.perf_counter() - begun > asked.limit - 20:
-                    found["cells"].append({"tool": tool, "cap": cap, "status": "failed", "message": "no time was left"})
+                    found["cells"].append(
+                        {
+                            "tool": tool,
+                            "cap": cap,
+                            "status": "failed",
+                            "message": "no time was left",
+                        }
+                    )
                     continue
                 cell = bench.cell("flux", tool, cap_bytes=parse_size(cap, name="cap"))
                 found["cells"].append(cell | {"steps": steps})
@@ -206,7 +281,9 @@ def main() -> None:
     import torch
 
     if not asked.rehearse and not torch.cuda.is_available():
-        return print("there is no CUDA device here: nothing to measure (--rehearse runs the step on the simulated accelerator)")
+        return print(
+            "there is no CUDA device here: nothing to measure (--rehearse runs the step on the simulated accelerator)"
+        )
     step = Step(asked)
     {"check": check, "memory": memory, "flux": flux, "peers": peers}[asked.step](step)
     print(f"wrote {step.path} after {time.perf_counter() - step.begun:.0f} s")

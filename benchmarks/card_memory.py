@@ -1,8 +1,9 @@
 """What PyTorch's caching allocator did in one run, beside graphrun's model of it.
 
-The card's record (`torch.cuda.memory._record_memory_history`) names every allocation, release, and page that was mapped or
-unmapped. The allocations and releases are replayed through `graphrun.model.allocator.Caching`; what it reserves is compared, event
-by event, with the pages that were mapped.
+The card's record (`torch.cuda.memory._record_memory_history`) names every allocation, release, and
+page that was mapped or unmapped. The allocations and releases are replayed through
+`graphrun.model.allocator.Caching`; what it reserves is compared, event by event, with the pages
+that were mapped.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ RECORDED = {
     "segment_free": "unmap",
     "segment_unmap": "unmap",
 }
-"""Actions of the record that change what is allocated or reserved; others only announce or report."""
+"""Actions of the record that change what is allocated or reserved; others only announce or
+report."""
 
 
 @dataclass
@@ -64,18 +66,22 @@ def recorded(device: Any) -> Iterator[Events]:
         return
     torch.cuda.empty_cache()
     found.reserved_before = torch.cuda.memory_reserved()
-    torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=4_000_000)
+    torch.cuda.memory._record_memory_history(
+        "all", context=None, stacks="python", max_entries=4_000_000
+    )
     try:
         yield found
     finally:
         trace = torch.cuda.memory._snapshot()["device_traces"][device.torch_device.index or 0]
         torch.cuda.memory._record_memory_history(enabled=None)
-        found.events += [(RECORDED[e["action"]], e["addr"], e["size"]) for e in trace if e["action"] in RECORDED]
+        found.events += [
+            (RECORDED[e["action"]], e["addr"], e["size"]) for e in trace if e["action"] in RECORDED
+        ]
 
 
 def compared(found: Events) -> dict[str, Any]:
-    """Reserved bytes by the card and by the model: both peaks, and where they differ most. Without pages (on the simulated
-    accelerator) only the model's figures."""
+    """Reserved bytes by the card and by the model: both peaks, and where they differ most. Without
+    pages (on the simulated accelerator) only the model's figures."""
     model = Caching()
     mapped = allocated = 0
     sizes: dict[int, int] = {}
@@ -104,7 +110,10 @@ def compared(found: Events) -> dict[str, Any]:
             "allocated": max(peaks["allocated"], allocated),
         }
         if pages and kind == "alloc":  # pages of an allocation are mapped before it is recorded
-            most_over, most_under = max(most_over, model.used_bytes - mapped), max(most_under, mapped - model.used_bytes)
+            most_over, most_under = (
+                max(most_over, model.used_bytes - mapped),
+                max(most_under, mapped - model.used_bytes),
+            )
     return {
         "events": len(found.events),
         "reserved_before_bytes": found.reserved_before,

@@ -1,4 +1,5 @@
-"""How long planning FLUX.1-dev takes and where the time goes; what is traced; small runs planned beside measured.
+"""How long planning FLUX.1-dev takes and where the time goes; what is traced; small runs planned
+beside measured.
 
 .venv/bin/python benchmarks/end_to_end.py      writes benchmarks/results/end_to_end.json
 """
@@ -41,7 +42,12 @@ def inside() -> dict[str, Any]:
     import torch
     import transformers
 
-    for name in ("AutoencoderKL", "FluxPipeline", "FluxTransformer2DModel", "FlowMatchEulerDiscreteScheduler"):
+    for name in (
+        "AutoencoderKL",
+        "FluxPipeline",
+        "FluxTransformer2DModel",
+        "FlowMatchEulerDiscreteScheduler",
+    ):
         getattr(diffusers, name)
     for name in ("CLIPTextModel", "T5EncoderModel", "PreTrainedTokenizerFast"):
         getattr(transformers, name)
@@ -70,7 +76,8 @@ def inside() -> dict[str, Any]:
         "solve_seconds": round(solved - estimated, 2),
         "screen_seconds": round(shown - solved, 2),
         "traced_mib (inputs included, scratch apart)": {
-            name: round((call.peak_bytes + call.input_bytes) / 2**20, 1) for name, call in calls.items()
+            name: round((call.peak_bytes + call.input_bytes) / 2**20, 1)
+            for name, call in calls.items()
         },
         "predicted_seconds": solution.objective_seconds,
         "proven_optimal": solution.proven_optimal,
@@ -90,7 +97,10 @@ def small_runs() -> dict[str, Any]:
         found[f"{name} within {vram}"] = {
             "peak_bytes": {"planned": planned.peak_bytes, "measured": trace.peak_bytes},
             "moved_bytes": {"planned": planned.moved_bytes, "measured": trace.moved_bytes},
-            "virtual_seconds": {"planned": round(planned.seconds, 6), "measured": round(trace.seconds, 6)},
+            "virtual_seconds": {
+                "planned": round(planned.seconds, 6),
+                "measured": round(trace.seconds, 6),
+            },
             "left_bytes": trace.left_bytes,
         }
     return found
@@ -101,7 +111,9 @@ def main() -> None:
     result = {
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        "versions": {name: version(name) for name in ("torch", "diffusers", "transformers", "highspy")},
+        "versions": {
+            name: version(name) for name in ("torch", "diffusers", "transformers", "highspy")
+        },
         "command_seconds (graphrun plan flux-dev --vram 8G, imports included)": command_seconds(),
         "inside": inside(),
         "small_runs": small_runs(),

@@ -1,9 +1,10 @@
-"""Replays what others published: every row of data/published_peaks.csv, and further sizes of the VAE report that it quotes.
+"""Replays what others published: every row of data/published_peaks.csv, and further sizes of the
+VAE report that it quotes.
 
 .venv/bin/python benchmarks/estimator.py      writes benchmarks/results/estimator.json
 
-Rules were fitted on the rows named in FITTED; every other row judges them. Nothing here is fitted: what is added to a trace is
-what `graphrun.profile.corrections` says for the row's card and dtype.
+Rules were fitted on the rows named in FITTED; every other row judges them. Nothing here is fitted:
+what is added to a trace is what `graphrun.profile.corrections` says for the row's card and dtype.
 """
 
 from __future__ import annotations
@@ -52,18 +53,27 @@ FITTED = {
 
 def weight_bytes(module: nn.Module) -> int:
     """Bytes of all distinct tensors, each rounded to what an allocation takes."""
-    return sum(round_up(t.numel() * t.element_size(), 512) for t in (*module.parameters(), *module.buffers()))
+    return sum(
+        round_up(t.numel() * t.element_size(), 512)
+        for t in (*module.parameters(), *module.buffers())
+    )
 
 
 def with_images(graph: Graph, count: int) -> Graph:
     """The graph with ``num_images`` pictures for a prompt."""
     stages = tuple(
-        replace(stage, arguments={**stage.arguments, "num_images": Reference("input", "num_images")})
+        replace(
+            stage, arguments={**stage.arguments, "num_images": Reference("input", "num_images")}
+        )
         if stage.op == "encode_prompt"
         else stage
         for stage in graph.stages
     )
-    return replace(graph, inputs={**graph.inputs, "num_images": Input("num_images", "int", default=count)}, stages=stages)
+    return replace(
+        graph,
+        inputs={**graph.inputs, "num_images": Input("num_images", "int", default=count)},
+        stages=stages,
+    )
 
 
 def dry_run(name: str, images: int, **settings: int) -> Any:
@@ -78,29 +88,42 @@ def peaks(recording: Recording, card: str, allocator: Callable[[], Allocator]) -
     spans = phase_spans(entries)
     phase_memories = phase_memories_of(recording, spans, hardware(card), allocator)
     return {
-        f"{entries[begin][0]}/{begin}": max(phase_memory.entry_bytes, phase_memory.first_bytes, phase_memory.steady_bytes)
+        f"{entries[begin][0]}/{begin}": max(
+            phase_memory.entry_bytes, phase_memory.first_bytes, phase_memory.steady_bytes
+        )
         for (begin, _), phase_memory in zip(spans, phase_memories, strict=True)
     }
 
 
 def pipeline_bytes(name: str, card: str, images: int) -> dict[str, dict[str, int]]:
-    """Per stage and component: bytes of its weights, and the most allocated beside weights in its phases."""
+    """Per stage and component: bytes of its weights, and the most allocated beside weights in its
+    phases."""
     probed, graph = dry_run(name, images), graphrun.load(ROOT / f"graphs/{name}.yaml")
-    modules = {key: meta_module(component, graph.trust) for key, component in graph.components.items()}
+    modules = {
+        key: meta_module(component, graph.trust) for key, component in graph.components.items()
+    }
     entries = probed.recording.entries()
     spans = phase_spans(entries)
     found: dict[str, dict[str, int]] = {}
-    for (begin, end), phase_memory in zip(spans, phase_memories_of(probed.recording, spans, hardware(card), Counting), strict=True):
+    for (begin, end), phase_memory in zip(
+        spans, phase_memories_of(probed.recording, spans, hardware(card), Counting), strict=True
+    ):
         for component in {call.component for _, call in entries[begin:end]}:
-            row = found.setdefault(component, {"weights": weight_bytes(modules[component]), "activation": 0})
+            row = found.setdefault(
+                component, {"weights": weight_bytes(modules[component]), "activation": 0}
+            )
             row["activation"] = max(
-                row["activation"], phase_memory.entry_bytes, phase_memory.first_bytes, phase_memory.steady_bytes
+                row["activation"],
+                phase_memory.entry_bytes,
+                phase_memory.first_bytes,
+                phase_memory.steady_bytes,
             )
     return found
 
 
 def scaled(module: nn.Module, scale_bytes: int, kinds: tuple[type[nn.Module], ...]) -> int:
-    """Weights of one byte an element in layers of ``kinds``, ``scale_bytes`` per output channel beside them."""
+    """Weights of one byte an element in layers of ``kinds``, ``scale_bytes`` per output channel
+    beside them."""
     saved = 0
     for layer in module.modules():
         if isinstance(layer, kinds):
@@ -110,7 +133,8 @@ def scaled(module: nn.Module, scale_bytes: int, kinds: tuple[type[nn.Module], ..
 
 
 def torchao_bytes(quant: str) -> int:
-    """FLUX's transformer in torchao's weight-only formats: per output channel a scale (fp8: fp32), in int8 also a zero point."""
+    """FLUX's transformer in torchao's weight-only formats: per output channel a scale (fp8: fp32),
+    in int8 also a zero point."""
     graph = graphrun.load(ROOT / "graphs/flux-dev.yaml")
     module = meta_module(graph.components["transformer"], graph.trust)
     return scaled(module, 2 + 8 if "int8" in quant else 4, (nn.Linear,))
@@ -134,20 +158,29 @@ def pixart(quant: str) -> int:
     path = "diffusers.PixArtTransformer2DModel"
     transformer = Component("transformer", path, None, config, True, "float16", ("float16",))
     allow = ("diffusers", "transformers")
-    modules = {"transformer": meta_module(transformer, allow), "text_encoder": meta_module(replace(t5, dtype="float16"), allow)}
+    modules = {
+        "transformer": meta_module(transformer, allow),
+        "text_encoder": meta_module(replace(t5, dtype="float16"), allow),
+    }
     sizes = {
-        name: scaled(module, 2, (nn.Linear, nn.Conv2d)) if name in quant and "fp8" in quant else weight_bytes(module)
+        name: scaled(module, 2, (nn.Linear, nn.Conv2d))
+        if name in quant and "fp8" in quant
+        else weight_bytes(module)
         for name, module in modules.items()
     }
     return sum(sizes.values()) + weight_bytes(vae("sdxl", "float16"))
 
 
 def predicted(row: dict[str, str]) -> tuple[float | None, float | None, str]:
-    """(GiB at load, GiB at the peak, a note) of a published row; None where there is nothing to compare."""
+    """(GiB at load, GiB at the peak, a note) of a published row; None where there is nothing to
+    compare."""
     card, batch, pixels = CARDS[row["gpu"]], int(row["batch"]), int(row["height"])
     workspace = hardware(card).workspace_bytes
     if row["pipeline"].startswith("VAE"):
-        mode, dtype = row["pipeline"].split()[1], {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[row["dtype"]]
+        mode, dtype = (
+            row["pipeline"].split()[1],
+            {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[row["dtype"]],
+        )
         tile = int(row["offload"].split()[1]) if row["offload"].startswith("tile") else 0
         note = "load is the weights; the peak is what is taken beside them"
         weights = weight_bytes(vae("flux-dev" if "FLUX" in row["checkpoint"] else "sdxl", dtype))
@@ -159,7 +192,9 @@ def predicted(row: dict[str, str]) -> tuple[float | None, float | None, str]:
     return flux_or_sdxl(row, parts, workspace)
 
 
-def flux_or_sdxl(row: dict[str, str], parts: dict[str, dict[str, int]], workspace: int) -> tuple[float | None, float, str]:
+def flux_or_sdxl(
+    row: dict[str, str], parts: dict[str, dict[str, int]], workspace: int
+) -> tuple[float | None, float, str]:
     """As `predicted`, for the two pipelines."""
     if row["quant"].startswith("torchao"):
         parts["transformer"]["weights"] = torchao_bytes(row["quant"])
@@ -169,13 +204,21 @@ def flux_or_sdxl(row: dict[str, str], parts: dict[str, dict[str, int]], workspac
         peak = max(part["weights"] + part["activation"] for part in parts.values()) + workspace
         note = "the largest of weights and activation of one component"
         if row["pipeline"] == "SDXL":
-            peak = parts["unet"]["weights"] + parts["vae"]["weights"] + activation["vae"] + workspace
+            peak = (
+                parts["unet"]["weights"] + parts["vae"]["weights"] + activation["vae"] + workspace
+            )
             note = "the UNet stays beside the VAE: diffusers of that time called vae.decode past the hook that evicts it"
         return None, peak / GIB, note
     if row["offload"] == "sequential":
-        return None, (max(activation.values()) + workspace) / GIB, "activation alone; the leaf on the device is small at the peak"
+        return (
+            None,
+            (max(activation.values()) + workspace) / GIB,
+            "activation alone; the leaf on the device is small at the peak",
+        )
     note = (
-        "all weights resident; the peak is the VAE's" if activation["vae"] == max(activation.values()) else "all weights resident"
+        "all weights resident; the peak is the VAE's"
+        if activation["vae"] == max(activation.values())
+        else "all weights resident"
     )
     return load / GIB, (load + max(activation.values()) + workspace) / GIB, note
 
@@ -184,7 +227,11 @@ def compared(published: float, ours: float | None) -> dict[str, Any]:
     """Published beside predicted, and the error in percent."""
     if ours is None:
         return {"published": published}
-    return {"published": published, "predicted": round(ours, 3), "error_percent": round(100 * (ours / published - 1), 2)}
+    return {
+        "published": published,
+        "predicted": round(ours, 3),
+        "error_percent": round(100 * (ours / published - 1), 2),
+    }
 
 
 def published_rows() -> Iterator[dict[str, Any]]:
@@ -192,7 +239,17 @@ def published_rows() -> Iterator[dict[str, Any]]:
     with (ROOT / "benchmarks/data/published_peaks.csv").open() as file:
         for row in csv.DictReader(file):
             load, peak, note = predicted(row)
-            names = ("pipeline", "checkpoint", "dtype", "quant", "offload", "height", "batch", "gpu", "metric")
+            names = (
+                "pipeline",
+                "checkpoint",
+                "dtype",
+                "quant",
+                "offload",
+                "height",
+                "batch",
+                "gpu",
+                "metric",
+            )
             result: dict[str, Any] = {name: row[name] for name in names}
             if row["load_gib"]:
                 result["load_gib"] = compared(float(row["load_gib"]), load)
@@ -202,7 +259,8 @@ def published_rows() -> Iterator[dict[str, Any]]:
 
 
 def report_rows() -> Iterator[dict[str, Any]]:
-    """Every size of the VAE report that was not tiled: allocated, and reserved with native segments (the default then)."""
+    """Every size of the VAE report that was not tiled: allocated, and reserved with native segments
+    (the default then)."""
     with (ROOT / "benchmarks/data/vae_report.csv").open() as file:
         for row in csv.DictReader(file):
             arguments = (row["model"], row["mode"], int(row["pixels"]), row["dtype"])
@@ -228,11 +286,28 @@ def main() -> None:
     path.write_text(json.dumps(result, indent=1) + "\n")
     for row in result["published_peaks"]:
         texts = [f"{kind} {row[kind]}" for kind in ("load_gib", "peak_gib") if kind in row]
-        print(row["pipeline"], row["checkpoint"], row["quant"], row["offload"], row["height"], row["batch"], row["metric"], *texts)
+        print(
+            row["pipeline"],
+            row["checkpoint"],
+            row["quant"],
+            row["offload"],
+            row["height"],
+            row["batch"],
+            row["metric"],
+            *texts,
+        )
     for row in result["vae_report"]:
-        print(*(row[name] for name in ("model", "mode", "pixels", "dtype", "allocated_mib", "reserved_mib")))
+        print(
+            *(
+                row[name]
+                for name in ("model", "mode", "pixels", "dtype", "allocated_mib", "reserved_mib")
+            )
+        )
     for row in result["videos"]:
-        print(*(row[name] for name in ("pipeline", "precision", "offload", "tiling", "peak_gib")), row.get("with_outliers", ""))
+        print(
+            *(row[name] for name in ("pipeline", "precision", "offload", "tiling", "peak_gib")),
+            row.get("with_outliers", ""),
+        )
     print(f"wrote {path}")
 
 

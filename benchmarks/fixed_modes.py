@@ -1,4 +1,5 @@
-"""The planner's plans beside the fixed modes that other programs run a pipeline in, written out as plans for the same problem."""
+"""The planner's plans beside the fixed modes that other programs run a pipeline in, written out as
+plans for the same problem."""
 
 from __future__ import annotations
 
@@ -19,13 +20,17 @@ from graphrun.verify.solution import checked_solution  # noqa: E402
 
 
 def compared(problem: Problem, plan: Plan, seconds: float) -> dict[str, Any]:
-    """Per mode, with the variants, options and order of ``plan``, which takes ``seconds``: its seconds over the plan's, its bytes;
-    None: it does not fit, in pages where these count. The modes stream whole blocks, even where the plan splits a component into
-    layers."""
+    """Per mode, with the variants, options and order of ``plan``, which takes ``seconds``: its
+    seconds over the plan's, its bytes; None: it does not fit, in pages where these count. The modes
+    stream whole blocks, even where the plan splits a component into layers."""
     found = dict[str, Any]()
     for mode in BASELINES:
-        every = (checked_solution(problem, other, 0.0, 0.0) for other in _plans(problem, plan, mode))
-        fitting = [other.simulation for other in every if other is not None and not other.short_of_pages()]
+        every = (
+            checked_solution(problem, other, 0.0, 0.0) for other in _plans(problem, plan, mode)
+        )
+        fitting = [
+            other.simulation for other in every if other is not None and not other.short_of_pages()
+        ]
         best = min(fitting, key=lambda each: each.total_seconds, default=None)
         found[mode] = best and {
             "seconds": round(best.total_seconds, 4),

@@ -1,4 +1,5 @@
-"""Graphs on the card: planned beside measured, the same bits streamed and resident, caps, an injected shortage of memory."""
+"""Graphs on the card: planned beside measured, the same bits streamed and resident, caps, an
+injected shortage of memory."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ class Bench:
         """The problem within ``budget``."""
         import graphrun
 
-        return graphrun.estimate(self.graph, vram=budget, hardware=self.lab.hardware, inputs=self.inputs)
+        return graphrun.estimate(
+            self.graph, vram=budget, hardware=self.lab.hardware, inputs=self.inputs
+        )
 
     def build(self, out: dict[str, Any]) -> None:
         """Weights into host arenas, and the device."""
@@ -48,7 +51,9 @@ class Bench:
         problem = self.problem(AMPLE["sim" if self.lab.rehearse else "cuda"])
         estimated = time.perf_counter()
         make = woven if self.full_size else build
-        modules = {name: make(component, self.graph) for name, component in self.graph.components.items()}
+        modules = {
+            name: make(component, self.graph) for name, component in self.graph.components.items()
+        }
         made = time.perf_counter()
         self.device = self.lab.open(problem)
         self.host = Host.of_graph(self.graph, problem, self.device, modules)
@@ -60,7 +65,9 @@ class Bench:
         out["baseline"] = self.lab.books(self.device)
         self.ample = problem
 
-    def stages(self, modules: Mapping[str, Any], place: torch.device, found: dict[str, Any]) -> dict[str, Any]:
+    def stages(
+        self, modules: Mapping[str, Any], place: torch.device, found: dict[str, Any]
+    ) -> dict[str, Any]:
         """The graph's stages on ``modules``; the fingerprint of every value goes to ``found``."""
         from graphrun.ops import Stages
 
@@ -68,10 +75,13 @@ class Bench:
             found[stage] = fingerprint(made)
 
         host = self.host
-        return Stages(self.graph, modules, place, self.values, host.parts, host.meta_modules, after_stage=note).run()
+        return Stages(
+            self.graph, modules, place, self.values, host.parts, host.meta_modules, after_stage=note
+        ).run()
 
     def measure_resident(self, out: dict[str, Any]) -> None:
-        """Everything on the device: the bits to compare with, and bytes and seconds of calls beside the estimator's."""
+        """Everything on the device: the bits to compare with, and bytes and seconds of calls beside
+        the estimator's."""
         from graphrun.modules.interceptor import CallInterceptor
         from graphrun.ops.pipeline import assemble
 
@@ -86,7 +96,11 @@ class Bench:
             end = device.mark("compute")
             device.barrier()
             after = self.lab.books(device)
-            grown = {key: after[key] - before.get(key.replace("peak_", ""), 0) for key in after if key.startswith("peak_")}
+            grown = {
+                key: after[key] - before.get(key.replace("peak_", ""), 0)
+                for key in after
+                if key.startswith("peak_")
+            }
             seconds = device.seconds_at(end) - device.seconds_at(start)
             calls.append({"component": component, "entry": entry, "seconds": seconds, **grown})
             return result
@@ -103,18 +117,24 @@ class Bench:
             device.barrier()
             out["seconds"] = round(time.perf_counter() - start, 4)
             out["second resident run has the same bits"] = again == self.resident
-            with CallInterceptor(self.host.modules, place, lambda c, e, proceed, a, k: proceed(*a, **k)):
+            with CallInterceptor(
+                self.host.modules, place, lambda c, e, proceed, a, k: proceed(*a, **k)
+            ):
                 pipeline = assemble(self.graph, self.host.modules, self.host.parts, place)
                 start = time.perf_counter()
                 image = pipeline(
                     prompt=PROMPT,
                     num_inference_steps=self.values["steps"],
                     generator=torch.Generator("cpu").manual_seed(self.values["seed"]),
-                    **{k: v for k, v in self.values.items() if k not in ("prompt", "steps", "seed")},
+                    **{
+                        k: v for k, v in self.values.items() if k not in ("prompt", "steps", "seed")
+                    },
                 ).images[0]
                 device.barrier()
                 out["plain pipeline, seconds"] = round(time.perf_counter() - start, 4)
-            out["plain pipeline has the same picture"] = fingerprint(image) == self.resident[self.graph.stages[-1].name]["image"]
+            out["plain pipeline has the same picture"] = (
+                fingerprint(image) == self.resident[self.graph.stages[-1].name]["image"]
+            )
         self.lab.settle(device)
         out["baseline_after"] = self.lab.books(device)
         for call in calls:
@@ -127,15 +147,34 @@ class Bench:
         phases = []
         for phase in self.ample.phases:
             uses = [
-                {"component": u.component, "calls": u.calls, "seconds_per_call": _call_seconds(self.ample, u)} for u in phase.uses
+                {
+                    "component": u.component,
+                    "calls": u.calls,
+                    "seconds_per_call": _call_seconds(self.ample, u),
+                }
+                for u in phase.uses
             ]
-            phases.append({"phase": phase.name, "first_bytes": phase.first_bytes, "steady_bytes": phase.steady_bytes, "uses": uses})
+            phases.append(
+                {
+                    "phase": phase.name,
+                    "first_bytes": phase.first_bytes,
+                    "steady_bytes": phase.steady_bytes,
+                    "uses": uses,
+                }
+            )
         try:
             from graphrun.profile.dry_run import probe
 
-            kinds = {id(call): call for _, call in probe(self.graph, self.values).recording.entries()}.values()
+            kinds = {
+                id(call): call for _, call in probe(self.graph, self.values).recording.entries()
+            }.values()
             traced = [
-                {"component": c.component, "entry": c.entry, "traced_bytes": c.peak_bytes, "input_bytes": c.input_bytes}
+                {
+                    "component": c.component,
+                    "entry": c.entry,
+                    "traced_bytes": c.peak_bytes,
+                    "input_bytes": c.input_bytes,
+                }
                 for c in kinds
             ]
         except Exception as error:  # noqa: BLE001
@@ -176,7 +215,9 @@ class Bench:
         trace = follow(solution, self.host, self.device, work, progress)
         return trace, found, time.perf_counter() - start
 
-    def _compared(self, problem: Any, planned: Any, trace: Any, found: Any, seconds: float) -> dict[str, Any]:
+    def _compared(
+        self, problem: Any, planned: Any, trace: Any, found: Any, seconds: float
+    ) -> dict[str, Any]:
         books = self.lab.slots[-len(trace.slots) :]
         slots = []
         for index, (p, m, b) in enumerate(zip(planned.slots, trace.slots, books, strict=True)):
@@ -184,7 +225,9 @@ class Bench:
             copies = [e for e in events if e.kind in ("load", "stream")]
             took = m.end_seconds - m.start_seconds
             resident = sum(
-                min(self.call_seconds[e.component]) for e in events if e.kind == "run" and e.component in self.call_seconds
+                min(self.call_seconds[e.component])
+                for e in events
+                if e.kind == "run" and e.component in self.call_seconds
             )
             slots.append(
                 {
@@ -197,13 +240,18 @@ class Bench:
                     "moved_bytes": m.moved_bytes,
                     "calls": m.calls,
                     "seconds": took,
-                    "run_seconds": sum(e.end_seconds - e.start_seconds for e in events if e.kind == "run"),
+                    "run_seconds": sum(
+                        e.end_seconds - e.start_seconds for e in events if e.kind == "run"
+                    ),
                     "resident_call_seconds": resident,
                     "copy_busy_seconds": sum(e.end_seconds - e.start_seconds for e in copies),
                     "copied_bytes": sum(e.nbytes for e in copies),
                     "stall_seconds": took - resident,
                     "books": b,
-                    "activation_allocated_bytes": b["peak_allocated_bytes"] - p.resident_bytes - p.ring_bytes - p.values_bytes,
+                    "activation_allocated_bytes": b["peak_allocated_bytes"]
+                    - p.resident_bytes
+                    - p.ring_bytes
+                    - p.values_bytes,
                 }
             )
         return {
@@ -211,20 +259,31 @@ class Bench:
             "seconds": trace.seconds,
             "seconds_over_planned": trace.seconds / planned.seconds if planned.seconds else None,
             "peak_bytes": trace.peak_bytes,
-            "peak_over_planned": trace.peak_bytes / planned.peak_bytes if planned.peak_bytes else None,
+            "peak_over_planned": trace.peak_bytes / planned.peak_bytes
+            if planned.peak_bytes
+            else None,
             "moved_bytes": trace.moved_bytes,
             "left_bytes": trace.left_bytes,
             "cap_kept": trace.peak_bytes <= problem.effective_bytes,
-            "no_slot_over_its_plan": all(m.peak_bytes <= p.peak_bytes for p, m in zip(planned.slots, trace.slots, strict=True)),
+            "no_slot_over_its_plan": all(
+                m.peak_bytes <= p.peak_bytes
+                for p, m in zip(planned.slots, trace.slots, strict=True)
+            ),
             "used_bytes_at_most": max((b.get("used_bytes", 0) for b in books), default=0),
-            "used_within_budget": max((b.get("used_bytes", 0) for b in books), default=0) <= problem.budget_bytes,
-            "same_bits_as_resident": {stage: found[stage] == self.resident.get(stage) for stage in found},
+            "used_within_budget": max((b.get("used_bytes", 0) for b in books), default=0)
+            <= problem.budget_bytes,
+            "same_bits_as_resident": {
+                stage: found[stage] == self.resident.get(stage) for stage in found
+            },
             "baseline_restored": self.device.allocated_bytes == trace.baseline_bytes,
             "slots": slots,
         }
 
-    def measure_shortage(self, budget: str | int, out: dict[str, Any], at: list[int] | None = None) -> None:
-        """The device's memory is taken away as a slot opens: a typed error, an empty device, and a next run that works."""
+    def measure_shortage(
+        self, budget: str | int, out: dict[str, Any], at: list[int] | None = None
+    ) -> None:
+        """The device's memory is taken away as a slot opens: a typed error, an empty device, and a
+        next run that works."""
         import graphrun
         from graphrun.errors import OutOfMemory
 
@@ -267,7 +326,9 @@ class Bench:
         for name, place in (("cpu", torch.device("cpu")), ("device", device.torch_device)):
             values: dict[str, torch.Tensor] = {}
 
-            def note(stage: str, made: Mapping[str, Any], values: dict[str, torch.Tensor] = values) -> None:
+            def note(
+                stage: str, made: Mapping[str, Any], values: dict[str, torch.Tensor] = values
+            ) -> None:
                 for key, value in made.items():
                     if isinstance(value, torch.Tensor):
                         values[f"{stage}.{key}"] = value.detach().to("cpu").float()
@@ -276,9 +337,19 @@ class Bench:
 
             host = self.host
             with device.session(1 << 60), torch.no_grad():
-                inside = contextlib.nullcontext() if name == "cpu" else placed(self.host.modules, place)
+                inside = (
+                    contextlib.nullcontext() if name == "cpu" else placed(self.host.modules, place)
+                )
                 with inside:
-                    Stages(self.graph, host.modules, place, self.values, host.parts, host.meta_modules, after_stage=note).run()
+                    Stages(
+                        self.graph,
+                        host.modules,
+                        place,
+                        self.values,
+                        host.parts,
+                        host.meta_modules,
+                        after_stage=note,
+                    ).run()
             kept[name] = values
         for key, value in kept["cpu"].items():
             difference = (value - kept["device"][key]).abs().max().item()
@@ -286,8 +357,11 @@ class Bench:
             out[key]["close"] = bool(difference <= 0.05 * value.abs().max().item())
 
 
-def graph(log: Log, lab: Lab, name: str, budgets: list[str], steps: int, runs: int, *, full_size: bool) -> None:
-    """Every measurement of graph ``name``. ``budgets``: sizes; ``smallest`` is the least that can be planned."""
+def graph(
+    log: Log, lab: Lab, name: str, budgets: list[str], steps: int, runs: int, *, full_size: bool
+) -> None:
+    """Every measurement of graph ``name``. ``budgets``: sizes; ``smallest`` is the least that can
+    be planned."""
     from graphrun.solve.infeasible import smallest_budget
 
     bench = Bench(name, lab, steps, full_size=full_size)
@@ -314,7 +388,9 @@ def graph(log: Log, lab: Lab, name: str, budgets: list[str], steps: int, runs: i
 
 def _call_seconds(problem: Any, use: Any) -> float:
     groups = problem.component(use.component).groups
-    return sum(s * len(k.blocks) * n for s, k, n in zip(use.seconds, groups, use.group_calls, strict=True)) / max(1, use.calls)
+    return sum(
+        s * len(k.blocks) * n for s, k, n in zip(use.seconds, groups, use.group_calls, strict=True)
+    ) / max(1, use.calls)
 
 
 def _warm(place: torch.device) -> None:

@@ -1,4 +1,5 @@
-"""What the GPU benchmark measures with: results that survive failures, the device's books, and weights made at memory's speed."""
+"""What the GPU benchmark measures with: results that survive failures, the device's books, and
+weights made at memory's speed."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ TILE = 2**22
 
 
 class Log:
-    """Results by section and part, written after every part. A part that fails leaves its failure's text and stops nothing."""
+    """Results by section and part, written after every part. A part that fails leaves its failure's
+    text and stops nothing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -47,7 +49,8 @@ class Log:
 
 
 class Lab:
-    """The device under test: CUDA, or the simulated accelerator in a rehearsal. ``made`` are the executor's devices for it."""
+    """The device under test: CUDA, or the simulated accelerator in a rehearsal. ``made`` are the
+    executor's devices for it."""
 
     def __init__(self, rehearse: bool) -> None:
         self.rehearse = rehearse
@@ -59,7 +62,8 @@ class Lab:
         return "sim" if self.rehearse else None
 
     def open(self, problem: Any) -> Any:
-        """The executor's device for ``problem``, whose books at the end of each slot go to ``slots``."""
+        """The executor's device for ``problem``, whose books at the end of each slot go to
+        ``slots``."""
         from graphrun.runtime.devices.open import open_device
 
         device = open_device(problem)
@@ -76,9 +80,13 @@ class Lab:
         return device
 
     def books(self, device: Any) -> dict[str, int]:
-        """Bytes now, and the highest allocated since the peak was reset; ``used`` is what nvidia-smi shows for the whole card."""
+        """Bytes now, and the highest allocated since the peak was reset; ``used`` is what
+        nvidia-smi shows for the whole card."""
         if self.rehearse:
-            return {"allocated_bytes": device.allocated_bytes, "peak_allocated_bytes": device.machine.peak_bytes}
+            return {
+                "allocated_bytes": device.allocated_bytes,
+                "peak_allocated_bytes": device.machine.peak_bytes,
+            }
         free_bytes, total_bytes = torch.cuda.mem_get_info()
         return {
             "allocated_bytes": torch.cuda.memory_allocated(),
@@ -118,13 +126,19 @@ def woven(component: Component, graph: Graph) -> nn.Module:
 
 
 def weave(module: nn.Module, seed: str) -> None:
-    """Random weights of any size in no time and no memory: every matrix is a set of windows into one random tile (row i starts
-    i steps into it), scaled as `graphrun.modules.sources` does. Rows differ, and a copy of it is a plain tensor of
-    the real size. For benchmarks; where each weight should be drawn for itself, use `graphrun.modules.build.build`.
+    """Random weights of any size in no time and no memory: every matrix is a set of windows into
+    one random tile (row i starts i steps into it), scaled as `graphrun.modules.sources` does. Rows
+    differ, and a copy of it is a plain tensor of the real size. For benchmarks; where each weight
+    should be drawn for itself, use `graphrun.modules.build.build`.
     """
     from graphrun.modules.sources import scale
 
-    tile = torch.randn(TILE, generator=torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7])))
+    tile = torch.randn(
+        TILE,
+        generator=torch.Generator().manual_seed(
+            int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7])
+        ),
+    )
     made: dict[int, nn.Parameter] = {}
     number = 0
     for child in module.modules():
@@ -139,12 +153,22 @@ def weave(module: nn.Module, seed: str) -> None:
 
 
 def _phase_memories(
-    owner: nn.Module, key: str, like: torch.Tensor, tile: torch.Tensor, start: int, scale: Callable[..., float]
+    owner: nn.Module,
+    key: str,
+    like: torch.Tensor,
+    tile: torch.Tensor,
+    start: int,
+    scale: Callable[..., float],
 ) -> Any:
     if like.dim() <= 1:
         if "Norm" in type(owner).__name__:
             return torch.full(like.shape, 0.0 if key == "bias" else 1.0, dtype=like.dtype)
-        return (tile[: like.numel()] * scale(owner, key, like)).to(like.dtype).reshape(like.shape).clone()
+        return (
+            (tile[: like.numel()] * scale(owner, key, like))
+            .to(like.dtype)
+            .reshape(like.shape)
+            .clone()
+        )
     rows, columns = like.shape[0], like.numel() // like.shape[0]
     step = max(1, min(17, (TILE // 2 - columns) // rows))
     need = (rows - 1) * step + columns
@@ -156,7 +180,8 @@ def _phase_memories(
 
 @contextmanager
 def placed(modules: Mapping[str, nn.Module], place: torch.device) -> Iterator[None]:
-    """Every parameter and buffer of ``modules`` is on ``place``, a copy of its own, until the context ends."""
+    """Every parameter and buffer of ``modules`` is on ``place``, a copy of its own, until the
+    context ends."""
     before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     copies: dict[int, torch.Tensor] = {}
     try:
@@ -167,8 +192,14 @@ def placed(modules: Mapping[str, nn.Module], place: torch.device) -> Iterator[No
                         if tensor is None or tensor.is_meta:
                             continue
                         if id(tensor) not in copies:
-                            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=place).copy_(tensor.detach())
-                            kept = nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
+                            copy = torch.empty(
+                                tensor.shape, dtype=tensor.dtype, device=place
+                            ).copy_(tensor.detach())
+                            kept = (
+                                nn.Parameter(copy, requires_grad=False)
+                                if isinstance(tensor, nn.Parameter)
+                                else copy
+                            )
                             copies[id(tensor)] = kept
                         before.append((entries, key, tensor))
                         entries[key] = copies[id(tensor)]
@@ -179,7 +210,8 @@ def placed(modules: Mapping[str, nn.Module], place: torch.device) -> Iterator[No
 
 
 def fingerprint(value: Any) -> Any:
-    """What tells two results apart: a digest of every tensor's or picture's bytes, with figures that show that it is no noise."""
+    """What tells two results apart: a digest of every tensor's or picture's bytes, with figures
+    that show that it is no noise."""
     import numpy as np
 
     if isinstance(value, Mapping):
@@ -191,10 +223,19 @@ def fingerprint(value: Any) -> Any:
         numbers = host.float()
         raw = host.view(-1).view(torch.uint8).numpy().tobytes()
         std = float(numbers.std()) if numbers.numel() > 1 else 0.0
-        return {"sha256": _digest(raw), "std": std, "finite": bool(numbers.isfinite().all()), "shape": list(host.shape)}
+        return {
+            "sha256": _digest(raw),
+            "std": std,
+            "finite": bool(numbers.isfinite().all()),
+            "shape": list(host.shape),
+        }
     if hasattr(value, "size") and hasattr(value, "mode"):
         array = np.asarray(value)
-        return {"sha256": _digest(array.tobytes()), "std": float(array.std()), "shape": list(array.shape)}
+        return {
+            "sha256": _digest(array.tobytes()),
+            "std": float(array.std()),
+            "shape": list(array.shape),
+        }
     return repr(value)
 
 

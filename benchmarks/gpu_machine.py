@@ -1,4 +1,5 @@
-"""The card itself, each figure in a part of its own: context and workspace bytes, copies, products, attention, convolution."""
+"""The card itself, each figure in a part of its own: context and workspace bytes, copies, products,
+attention, convolution."""
 
 from __future__ import annotations
 
@@ -18,10 +19,15 @@ REPEATS = 5
 
 
 def machine(log: Log) -> None:
-    """Runs every measurement. The first part makes the context, so this belongs into a process of its own."""
+    """Runs every measurement. The first part makes the context, so this belongs into a process of
+    its own."""
     with log.part("context") as out:
         _context(out)
-    for name, measure in (("copies", _copies), ("pageable copies", _pageable), ("both ways", _both_ways)):
+    for name, measure in (
+        ("copies", _copies),
+        ("pageable copies", _pageable),
+        ("both ways", _both_ways),
+    ):
         with log.part(name) as out:
             measure(out)
     with log.part("products") as out:
@@ -38,14 +44,17 @@ def smi_used_bytes() -> int | None:
     """What nvidia-smi says is used on the first card; None where it says nothing."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
     try:
-        text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
+        text = subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=20
+        ).stdout
         return int(text.split()[0]) * MIB
     except (OSError, ValueError, IndexError, subprocess.SubprocessError):
         return None
 
 
 def _beside() -> int:
-    """Bytes used on the card that the allocator does not know of: contexts, libraries, other programs."""
+    """Bytes used on the card that the allocator does not know of: contexts, libraries, other
+    programs."""
     torch.cuda.synchronize()
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     return int(total_bytes - free_bytes - torch.cuda.memory_reserved())
@@ -69,14 +78,18 @@ def _context(out: dict[str, Any]) -> None:
         del a, b
         out[f"beside the allocator after it, {dtype}"] = _beside()
     y = torch.ones(1, 64, 128, 128, device="cuda", dtype=torch.bfloat16)
-    torch.nn.functional.conv2d(y, torch.ones(64, 64, 3, 3, device="cuda", dtype=torch.bfloat16), padding=1)
+    torch.nn.functional.conv2d(
+        y, torch.ones(64, 64, 3, 3, device="cuda", dtype=torch.bfloat16), padding=1
+    )
     out["after a convolution"] = _beside()
     q = torch.ones(1, 8, 512, 64, device="cuda", dtype=torch.bfloat16)
     torch.nn.functional.scaled_dot_product_attention(q, q, q)
     out["after attention"] = _beside()
     out["smi_used_bytes"] = smi_used_bytes()
     out["allocator_reserved_bytes"] = torch.cuda.memory_reserved()
-    out["default_workspace_settings"] = "CUBLAS_WORKSPACE_CONFIG unset: 8 MiB + 128 KiB, 32 MiB from compute capability 9.0"
+    out["default_workspace_settings"] = (
+        "CUBLAS_WORKSPACE_CONFIG unset: 8 MiB + 128 KiB, 32 MiB from compute capability 9.0"
+    )
 
 
 def _rate(copy: Callable[[], object], nbytes: int) -> float:
@@ -120,7 +133,9 @@ def _copies(out: dict[str, Any]) -> None:
         torch.cuda.synchronize()
     own = torch.empty(BLOCK_BYTES[1], dtype=torch.uint8, pin_memory=True)
     target = device.allocate(BLOCK_BYTES[1])
-    out["torch's pinned memory to device, 340 MiB, GB/s"] = _rate(lambda: target.copy_(own, non_blocking=True), BLOCK_BYTES[1])
+    out["torch's pinned memory to device, 340 MiB, GB/s"] = _rate(
+        lambda: target.copy_(own, non_blocking=True), BLOCK_BYTES[1]
+    )
 
 
 def _pageable(out: dict[str, Any]) -> None:
@@ -176,7 +191,9 @@ def _both_ways(out: dict[str, Any]) -> None:
         worker.join()
 
 
-def _stream_rate(stream: Any, target: torch.Tensor, source: torch.Tensor, nbytes: int, rounds: int) -> float:
+def _stream_rate(
+    stream: Any, target: torch.Tensor, source: torch.Tensor, nbytes: int, rounds: int
+) -> float:
     with torch.cuda.stream(stream):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -216,10 +233,15 @@ def _products(out: dict[str, Any]) -> None:
 
 
 def _attention(out: dict[str, Any]) -> None:
-    for name, (heads, tokens, width) in {"FLUX 24x4608x128": (24, 4608, 128), "SDXL 20x4096x64": (20, 4096, 64)}.items():
+    for name, (heads, tokens, width) in {
+        "FLUX 24x4608x128": (24, 4608, 128),
+        "SDXL 20x4096x64": (20, 4096, 64),
+    }.items():
         q = torch.randn(1, heads, tokens, width, device="cuda", dtype=torch.bfloat16)
         run = torch.nn.functional.scaled_dot_product_attention
-        out[f"{name}, TFLOP/s"] = _teraflops(lambda q=q, run=run: run(q, q, q), 4.0 * heads * tokens * tokens * width)
+        out[f"{name}, TFLOP/s"] = _teraflops(
+            lambda q=q, run=run: run(q, q, q), 4.0 * heads * tokens * tokens * width
+        )
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -240,7 +262,9 @@ def _convolution(out: dict[str, Any]) -> None:
         x = torch.randn(1, channels, side, side, device="cuda").to(dtype)
         w = torch.randn(channels, channels, 3, 3, device="cuda").to(dtype)
         run = torch.nn.functional.conv2d
-        out[f"{name}, TFLOP/s"] = _teraflops(lambda x=x, w=w, run=run: run(x, w, padding=1), 2.0 * channels**2 * 9 * side**2, 5)
+        out[f"{name}, TFLOP/s"] = _teraflops(
+            lambda x=x, w=w, run=run: run(x, w, padding=1), 2.0 * channels**2 * 9 * side**2, 5
+        )
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -253,7 +277,10 @@ def _convolution(out: dict[str, Any]) -> None:
 
 def _overheads(out: dict[str, Any]) -> None:
     device, x = _device(), torch.ones(16, device="cuda")
-    for name, run in {"a small kernel": lambda: x.add_(1), "a mark": lambda: device.mark("compute")}.items():
+    for name, run in {
+        "a small kernel": lambda: x.add_(1),
+        "a mark": lambda: device.mark("compute"),
+    }.items():
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(2000):

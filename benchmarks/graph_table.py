@@ -1,9 +1,11 @@
-"""docs/graphs.md: every reference graph's components in GiB, and the predicted time and peak at four budgets on an RTX 4090;
-graphs/figures.json: of these, what `graphrun list` shows.
+"""docs/graphs.md: every reference graph's components in GiB, and the predicted time and peak at
+four budgets on an RTX 4090; graphs/figures.json: of these, what `graphrun list` shows.
 
-    python benchmarks/graph_table.py [NAME ...]      all graphs, or those named; the others keep their lines
+    python benchmarks/graph_table.py [NAME ...]      all graphs, or those named; the others keep
+    their lines
 
-Needs no weights and no GPU. Pyramid-Flow's code is no package: its rows are made where its folder is on PYTHONPATH.
+Needs no weights and no GPU. Pyramid-Flow's code is no package: its rows are made where its folder
+is on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs" / "graphs.md"
 FIGURES = ROOT / "graphs" / "figures.json"
-CODE = {"pyramid-flow": ("pyramid_dit", "video_vae", "diffusion_schedulers")}  # packages that have to be on Python's path
+# packages that have to be on Python's path
+CODE = {"pyramid-flow": ("pyramid_dit", "video_vae", "diffusion_schedulers")}
 HARDWARE = "rtx4090"
 BUDGETS = ("8G", "12G", "16G", "24G")
 RAM = "64G"
@@ -106,29 +109,42 @@ def component_line(name: str) -> str:
     from graphrun.modules.build import meta_module
 
     graph = graphrun.load(ROOT / "graphs" / f"{name}.yaml", trust=CODE.get(name, ()))
-    sizes = {key: nbytes(meta_module(component, graph.trust)) for key, component in graph.components.items()}
+    sizes = {
+        key: nbytes(meta_module(component, graph.trust))
+        for key, component in graph.components.items()
+    }
     ordered = sorted(sizes.items(), key=lambda item: -item[1])
     return f"| {name} | {', '.join(f'{key} {size / 2**30:.2f}' for key, size in ordered)} |"
 
 
 def figures(name: str, plan_row: str) -> dict[str, Any]:
-    """The parameters of a graph, and by its row of the second table the smallest of `BUDGETS` that is enough with `RAM`, and the
-    seconds."""
+    """The parameters of a graph, and by its row of the second table the smallest of `BUDGETS` that
+    is enough with `RAM`, and the seconds."""
     import graphrun
     from graphrun.modules.build import meta_module
 
     graph = graphrun.load(ROOT / "graphs" / f"{name}.yaml", trust=CODE.get(name, ()))
     modules = [meta_module(component, graph.trust) for component in graph.components.values()]
-    found: dict[str, Any] = {"parameters": sum(p.numel() for module in modules for p in module.parameters())}
+    found: dict[str, Any] = {
+        "parameters": sum(p.numel() for module in modules for p in module.parameters())
+    }
     for budget, cell in zip(BUDGETS, plan_row.split("|")[2:], strict=False):
         if took := re.match(r" ([\d.]+) s,", cell):
-            return {**found, "card_gib": int(budget[:-1]), "ram_gib": int(RAM[:-1]), "seconds": float(took[1])}
+            return {
+                **found,
+                "card_gib": int(budget[:-1]),
+                "ram_gib": int(RAM[:-1]),
+                "seconds": float(took[1]),
+            }
     return found
 
 
 def nbytes(module: Any) -> int:
     """Bytes of the distinct tensors of ``module``."""
-    return sum(t.numel() * t.element_size() for t in {id(t): t for t in (*module.parameters(), *module.buffers())}.values())
+    return sum(
+        t.numel() * t.element_size()
+        for t in {id(t): t for t in (*module.parameters(), *module.buffers())}.values()
+    )
 
 
 def plan_line(name: str) -> str:
@@ -171,7 +187,12 @@ def lines_of(text: str) -> dict[str, list[str]]:
 def document(rows: dict[str, list[str]]) -> str:
     """The whole document from its rows."""
     names = [name for name in NAMES if name in rows]
-    header = " | ".join(f"{budget[:-1]} GiB" for budget in BUDGETS) + " |\n|---" + "|---" * len(BUDGETS) + "|\n"
+    header = (
+        " | ".join(f"{budget[:-1]} GiB" for budget in BUDGETS)
+        + " |\n|---"
+        + "|---" * len(BUDGETS)
+        + "|\n"
+    )
     first, second = ("".join(f"{rows[name][table]}\n" for name in names) for table in (0, 1))
     return HEAD + first + MIDDLE + header + second
 
@@ -179,13 +200,20 @@ def document(rows: dict[str, list[str]]) -> str:
 def main(names: list[str]) -> None:
     """Rewrites the rows of ``names``, of all graphs where none is named."""
     rows = lines_of(TABLE.read_text()) if TABLE.is_file() else {}
-    absent = [name for name, packages in CODE.items() if any(find_spec(package) is None for package in packages)]
+    absent = [
+        name
+        for name, packages in CODE.items()
+        if any(find_spec(package) is None for package in packages)
+    ]
     for name in names or [name for name in NAMES if name not in absent]:
         rows[name] = [component_line(name), plan_line(name)]
         print(*rows[name], sep="\n", flush=True)
         TABLE.write_text(document(rows))
         known = json.loads(FIGURES.read_text()) if FIGURES.is_file() else {}
-        FIGURES.write_text(json.dumps(known | {name: figures(name, rows[name][1])}, indent=1, sort_keys=True) + "\n")
+        FIGURES.write_text(
+            json.dumps(known | {name: figures(name, rows[name][1])}, indent=1, sort_keys=True)
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""One cell of the side-by-side runs: one tool, one model, one cap, in a process of its own. Returns plain data.
+"""One cell of the side-by-side runs: one tool, one model, one cap, in a process of its own. Returns
+plain data.
 
-    weights in host memory -> tool put on the pipeline -> run 1 -> run 2       the device's books before, between and after
+    weights in host memory -> tool put on the pipeline -> run 1 -> run 2       the device's books
+    before, between and after
 
-Every tool gets the same weights (random, from the graph's seeds), inputs, seed and precision. What a tool does when it is put on a
-pipeline (moving everything to the device, say) belongs to run 1.
+Every tool gets the same weights (random, from the graph's seeds), inputs, seed and precision. What
+a tool does when it is put on a pipeline (moving everything to the device, say) belongs to run 1.
 """
 
 from __future__ import annotations
@@ -38,9 +40,16 @@ GRAPHS = {
 }
 """Model -> its graph in small, for sim, and at full size, for CUDA."""
 
-PAGES = {"flux": 3.27e-4, "sdxl": 3.53e-3, "cogview4": 3.64e-4, "hidream": 8.31e-5, "wan": 2.78e-4, "wan22": 3.12e-4}
-"""Model -> weights of its small graph over those of the full one (of the components that both have, by `graphrun estimate`): the
-size of sim's pages over that of a card's."""
+PAGES = {
+    "flux": 3.27e-4,
+    "sdxl": 3.53e-3,
+    "cogview4": 3.64e-4,
+    "hidream": 8.31e-5,
+    "wan": 2.78e-4,
+    "wan22": 3.12e-4,
+}
+"""Model -> weights of its small graph over those of the full one (of the components that both have,
+by `graphrun estimate`): the size of sim's pages over that of a card's."""
 
 NAMES = {"steps": "num_inference_steps", "frames": "num_frames"}
 SEED = 3
@@ -64,8 +73,14 @@ class Subject:
 
         self.model, graph = model, graphrun.load(graph_file(model, device))
         self.graph = _unrounded(graph.without_sources() if graph.source is not None else graph)
-        self.given = {key: value for key, value in {"seed": SEED, "steps": steps}.items() if key in graph.inputs}
-        self.inputs = self.graph.resolve(self.given | {k: "a lighthouse" for k, i in graph.inputs.items() if i.required})
+        self.given = {
+            key: value
+            for key, value in {"seed": SEED, "steps": steps}.items()
+            if key in graph.inputs
+        }
+        self.inputs = self.graph.resolve(
+            self.given | {k: "a lighthouse" for k, i in graph.inputs.items() if i.required}
+        )
         self.full_size = device != "sim"
 
     @functools.cached_property
@@ -78,7 +93,9 @@ class Subject:
             from gpu_lab import woven
 
             make = woven
-        return {name: make(component, self.graph) for name, component in self.graph.components.items()}
+        return {
+            name: make(component, self.graph) for name, component in self.graph.components.items()
+        }
 
     def stored(self, cache: Path) -> Path:
         """The folder with every component as a checkpoint has it; written once."""
@@ -89,14 +106,19 @@ class Subject:
         return folder
 
     def read(self, folder: Path) -> None:
-        """From now on the weights are those in ``folder``, read as the libraries read them, and the graph's source is there."""
+        """From now on the weights are those in ``folder``, read as the libraries read them, and the
+        graph's source is there."""
         from dataclasses import replace
 
         names = {"diffusers": "torch_dtype", "transformers": "dtype"}
         for name, module in self.modules.items():
             dtype = {names[type(module).__module__.split(".")[0]]: next(module.parameters()).dtype}
-            self.modules[name] = type(module).from_pretrained(folder / name, **dtype).eval().requires_grad_(False)
-        parts = {name: replace(c, source=str(folder / name)) for name, c in self.graph.components.items()}
+            self.modules[name] = (
+                type(module).from_pretrained(folder / name, **dtype).eval().requires_grad_(False)
+            )
+        parts = {
+            name: replace(c, source=str(folder / name)) for name, c in self.graph.components.items()
+        }
         self.graph = replace(self.graph, components=parts)
 
     @functools.cached_property
@@ -110,7 +132,11 @@ class Subject:
 
         kind = resolve_class(self.graph.pipeline, self.graph.trust)
         known = inspect.signature(kind.__init__).parameters
-        absent = {name: None for name, p in known.items() if name != "self" and p.default is inspect.Parameter.empty}
+        absent = {
+            name: None
+            for name, p in known.items()
+            if name != "self" and p.default is inspect.Parameter.empty
+        }
         parts = {name: build_part(part, self.graph) for name, part in self.graph.parts.items()}
         things = {**absent, **self.graph.pipeline_config, **self.modules, **parts}
         pipeline = kind(**{name: thing for name, thing in things.items() if name in known})
@@ -123,8 +149,12 @@ class Subject:
 
         if self.encodes_only:
             return self.encode(pipeline)
-        accepted = inspect.signature(resolve_class(self.graph.pipeline, self.graph.trust).__call__).parameters
-        arguments = {NAMES.get(key, key): value for key, value in self.inputs.items() if value is not None}
+        accepted = inspect.signature(
+            resolve_class(self.graph.pipeline, self.graph.trust).__call__
+        ).parameters
+        arguments = {
+            NAMES.get(key, key): value for key, value in self.inputs.items() if value is not None
+        }
         arguments = {key: value for key, value in arguments.items() if key in accepted}
         generator = torch.Generator("cpu").manual_seed(self.inputs["seed"])
         return pipeline(generator=generator, output_type="np", return_dict=False, **arguments)[0]
@@ -132,15 +162,28 @@ class Subject:
     def encode(self, pipeline: Any) -> Any:
         """What its ``encode_prompt`` makes, guided where it can be."""
         accepted = inspect.signature(pipeline.encode_prompt).parameters
-        arguments = {"do_classifier_free_guidance": True, **self.inputs, "prompt_2": None, "device": None}
-        return [t for t in pipeline.encode_prompt(**{k: v for k, v in arguments.items() if k in accepted}) if t is not None]
+        arguments = {
+            "do_classifier_free_guidance": True,
+            **self.inputs,
+            "prompt_2": None,
+            "device": None,
+        }
+        return [
+            t
+            for t in pipeline.encode_prompt(**{k: v for k, v in arguments.items() if k in accepted})
+            if t is not None
+        ]
 
 
 def _unrounded(graph: Any) -> Any:
-    """``graph`` whose pictures come as floating point numbers, so that equal means equal to the last bit."""
+    """``graph`` whose pictures come as floating point numbers, so that equal means equal to the
+    last bit."""
     from dataclasses import replace
 
-    stages = [replace(s, arguments={**s.arguments, "output_type": "np"}) if s.op == "decode" else s for s in graph.stages]
+    stages = [
+        replace(s, arguments={**s.arguments, "output_type": "np"}) if s.op == "decode" else s
+        for s in graph.stages
+    ]
     return replace(graph, stages=tuple(stages))
 
 
@@ -156,24 +199,42 @@ def fingerprint(value: Any) -> list[str]:
         value = list(value.values())
     if isinstance(value, (list, tuple)):
         return [digest for item in value for digest in fingerprint(item)]
-    array = value.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy() if isinstance(value, torch.Tensor) else value
+    array = (
+        value.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
+        if isinstance(value, torch.Tensor)
+        else value
+    )
     return [hashlib.sha256(array.tobytes()).hexdigest()[:16]]
 
 
 def host_bytes(modules: Mapping[str, Any]) -> dict[str, int]:
-    """Bytes of tensors in host memory now, ``modules``' own among them, and of those what is pinned.
+    """Bytes of tensors in host memory now, ``modules``' own among them, and of those what is
+    pinned.
 
     What stands for a simulated device's memory is not counted.
     """
-    made = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
-    owned = [tensor for module in modules.values() for group in (module.parameters(), module.buffers()) for tensor in group]
+    made = [
+        thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)
+    ]
+    owned = [
+        tensor
+        for module in modules.values()
+        for group in (module.parameters(), module.buffers())
+        for tensor in group
+    ]
     found: dict[int, tuple[int, bool]] = {}
     for tensor in (*made, *owned):
         if tensor.device.type == "cpu":
             storage: Any = tensor.untyped_storage()
             if getattr(storage, "graphrun_allocation", None) is None:
-                found[storage.data_ptr()] = (storage.nbytes(), getattr(storage, "graphrun_page_locked", False))
-    return {"held": sum(n for n, _ in found.values()), "pinned": sum(n for n, pinned in found.values() if pinned)}
+                found[storage.data_ptr()] = (
+                    storage.nbytes(),
+                    getattr(storage, "graphrun_page_locked", False),
+                )
+    return {
+        "held": sum(n for n, _ in found.values()),
+        "pinned": sum(n for n, pinned in found.values() if pinned),
+    }
 
 
 class Books:
@@ -223,9 +284,11 @@ def _peer(books: Books, of: Subject, asked: Mapping[str, Any], encode: bool) -> 
 
 
 def _graphrun(books: Books, of: Subject, asked: Mapping[str, Any], encode: bool) -> dict[str, Any]:
-    """The same graph, planned for the cap and the RAM, and run twice. The executor opens the device.
+    """The same graph, planned for the cap and the RAM, and run twice. The executor opens the
+    device.
 
-    Weights are in host memory, as the peers' are, but where RAM is tight: there graphrun reads their files as its plan says.
+    Weights are in host memory, as the peers' are, but where RAM is tight: there graphrun reads
+    their files as its plan says.
     """
     import graphrun
     from graphrun.model.choices import apply_choices
@@ -240,11 +303,18 @@ def _graphrun(books: Books, of: Subject, asked: Mapping[str, Any], encode: bool)
     plan, planned = solution.plan, solution.simulation
     given = of.modules if asked["folder"] is None else {}
     books.modules, device = given, books.on.executor()
-    host = Host.of_graph(graph, apply_choices(problem, plan), device, {c.name: given[c.name] for c in problem.components if given})
+    host = Host.of_graph(
+        graph,
+        apply_choices(problem, plan),
+        device,
+        {c.name: given[c.name] for c in problem.components if given},
+    )
     inputs = graph.resolve({key: value for key, value in of.inputs.items() if key in graph.inputs})
 
     def once(session: Session) -> None:
-        books.outputs.append(fingerprint(session.run(stages_for(plan, graph, inputs, device, host)).outputs))
+        books.outputs.append(
+            fingerprint(session.run(stages_for(plan, graph, inputs, device, host)).outputs)
+        )
 
     if asked["tool"] == SESSION:
         with Session(solution_of(problem, plan), host, device) as session:
@@ -257,7 +327,11 @@ def _graphrun(books: Books, of: Subject, asked: Mapping[str, Any], encode: bool)
                 once(session)
     books.host["pinned"] = device.arenas.nbytes("pinned")
     return {
-        "planned": {"seconds": planned.seconds, "peak_bytes": planned.peak_bytes, "moved_bytes": planned.moved_bytes},
+        "planned": {
+            "seconds": planned.seconds,
+            "peak_bytes": planned.peak_bytes,
+            "moved_bytes": planned.moved_bytes,
+        },
         "proven_optimal": solution.proven_optimal,
         "bound_seconds": solution.bound_seconds,
         "versions": {"graphrun": graphrun.__version__},
@@ -278,7 +352,9 @@ def _problem(of: Subject, graph: Any, asked: Mapping[str, Any], device: str) -> 
         runs=2 if asked["tool"] == SESSION else 1,
         hardware=hardware_for(asked["model"], device),
         inputs={key: value for key, value in of.given.items() if key in graph.inputs},
-        cache=Path(asked["cache"], "stored" if asked["folder"] else "") if asked.get("cache") else None,
+        cache=Path(asked["cache"], "stored" if asked["folder"] else "")
+        if asked.get("cache")
+        else None,
     )
 
 
@@ -290,15 +366,19 @@ def _context_bytes() -> int:
 
 
 def cell(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What came of the cell ``asked``: model, tool, kind ("run", "encode"), device, steps, cap_bytes, ram_bytes, activation_bytes,
-    folder (of weights, where they are to be read from files).
+    """What came of the cell ``asked``: model, tool, kind ("run", "encode"), device, steps,
+    cap_bytes, ram_bytes, activation_bytes, folder (of weights, where they are to be read from
+    files).
 
-    ``status``: finished, oom, refused (before anything was loaded), unavailable, failed. ``runs`` has one entry per complete run.
+    ``status``: finished, oom, refused (before anything was loaded), unavailable, failed. ``runs``
+    has one entry per complete run.
     """
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    on = instrument(asked["device"], asked["cap_bytes"], hardware_for(asked["model"], asked["device"]))
+    on = instrument(
+        asked["device"], asked["cap_bytes"], hardware_for(asked["model"], asked["device"])
+    )
     books, told = Books(on), io.StringIO()
     found: dict[str, Any] = {"status": "finished", "message": ""}
     work: Callable[..., dict[str, Any]] = _graphrun if asked["tool"] in OWN else _peer
@@ -315,7 +395,9 @@ def cell(asked: Mapping[str, Any]) -> dict[str, Any]:
             found["failed_at"] = traceback.format_exc().strip().splitlines()[-6:]
     found |= {"runs": books.runs, "outputs": books.outputs, "host": books.host}
     if asked["device"] != "sim":
-        found["host"]["resident_set_peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        found["host"]["resident_set_peak"] = (
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        )
     return found
 
 
@@ -327,7 +409,9 @@ def _status(error: Exception) -> str:
         return "oom"
     if isinstance(error, Unavailable):
         return "unavailable"
-    if isinstance(error, Infeasible) or (isinstance(error, GraphrunError) and "not supported by this version" in str(error)):
+    if isinstance(error, Infeasible) or (
+        isinstance(error, GraphrunError) and "not supported by this version" in str(error)
+    ):
         return "refused"
     return "failed"
 

@@ -1,8 +1,11 @@
-"""The instrument of the side-by-side runs: one device with a cap, its books, its clock. The same for graphrun and for its peers.
+"""The instrument of the side-by-side runs: one device with a cap, its books, its clock. The same
+for graphrun and for its peers.
 
-    sim    graphrun's simulated accelerator: every storage counted, an allocation past the cap refused, copies and FLOPs charged to
+    sim    graphrun's simulated accelerator: every storage counted, an allocation past the cap
+    refused, copies and FLOPs charged to
            a virtual clock with a compute and a copy timeline
-    cuda   the caching allocator under a cap of its own, PyTorch's statistics, wall seconds of a device that was waited for
+    cuda   the caching allocator under a cap of its own, PyTorch's statistics, wall seconds of a
+    device that was waited for
 
 It knows neither tools nor models. What each cannot show is in benchmarks/README.md.
 """
@@ -46,11 +49,13 @@ class Instrument(Protocol):
         """The peak starts again from what is allocated now."""
 
     def moved(self) -> dict[str, int]:
-        """Bytes copied ``in`` and ``out``, and ``read`` from disk, so far, as far as they can be counted."""
+        """Bytes copied ``in`` and ``out``, and ``read`` from disk, so far, as far as they can be
+        counted."""
 
 
 class Sim:
-    """The simulated accelerator ``named`` (``sim``, ``sim:pages=FACTOR``) with ``cap_bytes``, and the rates of its plans."""
+    """The simulated accelerator ``named`` (``sim``, ``sim:pages=FACTOR``) with ``cap_bytes``, and
+    the rates of its plans."""
 
     name = "sim"
 
@@ -76,7 +81,8 @@ class Sim:
             torch.__future__.set_swap_module_params_on_conversion(before)
 
     def executor(self) -> Any:
-        """The machine behind the executor's protocol. The executor starts the peak anew for each slot: the highest is kept here."""
+        """The machine behind the executor's protocol. The executor starts the peak anew for each
+        slot: the highest is kept here."""
         from graphrun.runtime.devices.simulated import SimulatedDevice
 
         noting = self
@@ -111,12 +117,18 @@ class Sim:
         self.machine.reset_peak()
 
     def moved(self) -> dict[str, int]:
-        """Every copy between host and device, whoever made it, and what graphrun read from disk: others' reads go unseen."""
-        return {"in": self.machine.bytes_in, "out": self.machine.bytes_out, "read": self.machine.bytes_read}
+        """Every copy between host and device, whoever made it, and what graphrun read from disk:
+        others' reads go unseen."""
+        return {
+            "in": self.machine.bytes_in,
+            "out": self.machine.bytes_out,
+            "read": self.machine.bytes_read,
+        }
 
 
 class Cuda:
-    """The first CUDA device, whose caching allocator may hold ``cap_bytes`` at most (None: all there is)."""
+    """The first CUDA device, whose caching allocator may hold ``cap_bytes`` at most (None: all
+    there is)."""
 
     name = "cuda"
 
@@ -129,14 +141,17 @@ class Cuda:
     def open(self) -> Iterator[None]:
         """The allocator is capped; leaving lifts the cap."""
         total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(1.0 if self._cap_bytes is None else min(1.0, self._cap_bytes / total), 0)
+        torch.cuda.set_per_process_memory_fraction(
+            1.0 if self._cap_bytes is None else min(1.0, self._cap_bytes / total), 0
+        )
         try:
             yield
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, 0)
 
     def executor(self) -> Any:
-        """The device behind the executor's protocol. The executor starts the peak anew for each slot: the highest is kept here."""
+        """The device behind the executor's protocol. The executor starts the peak anew for each
+        slot: the highest is kept here."""
         from graphrun.profile.hardware import found
         from graphrun.runtime.devices.cuda import CudaDevice
 
@@ -168,7 +183,9 @@ class Cuda:
 
     def _peaks(self) -> tuple[int, int]:
         allocated, reserved = self._highest
-        return max(allocated, torch.cuda.max_memory_allocated(0)), max(reserved, torch.cuda.max_memory_reserved(0))
+        return max(allocated, torch.cuda.max_memory_allocated(0)), max(
+            reserved, torch.cuda.max_memory_reserved(0)
+        )
 
     def reset_peak(self) -> None:
         """Starts again, with nothing cached."""
@@ -184,10 +201,12 @@ class Cuda:
 
 @contextmanager
 def data_moves() -> Iterator[None]:
-    """``parameter.data = tensor_on_sim`` works, as it does between CPU and CUDA, which diffusers' group offloading does.
+    """``parameter.data = tensor_on_sim`` works, as it does between CPU and CUDA, which diffusers'
+    group offloading does.
 
-    PyTorch refuses it where one side is a tensor subclass, as sim's are. Here the two tensors are swapped instead, as PyTorch
-    itself does for subclasses in ``Module.to``: the same objects, the same bytes, no copy beside the one that made ``other``.
+    PyTorch refuses it where one side is a tensor subclass, as sim's are. Here the two tensors are
+    swapped instead, as PyTorch itself does for subclasses in ``Module.to``: the same objects, the
+    same bytes, no copy beside the one that made ``other``.
     """
     from graphrun.sim.tensor import SimTensor
 
@@ -217,8 +236,8 @@ def data_moves() -> Iterator[None]:
 
 @contextmanager
 def pinning(machine: Any) -> Iterator[None]:
-    """``tensor.pin_memory()`` is a copy in host memory that ``machine`` takes as page-locked: without a card PyTorch has nothing to
-    pin with."""
+    """``tensor.pin_memory()`` is a copy in host memory that ``machine`` takes as page-locked:
+    without a card PyTorch has nothing to pin with."""
     from graphrun.sim.tensor import page_locked
 
     pin, pinned = torch.Tensor.pin_memory, torch.Tensor.is_pinned
@@ -230,7 +249,10 @@ def pinning(machine: Any) -> Iterator[None]:
         machine.page_lock(copy, in_background=False)
         return copy
 
-    torch.Tensor.pin_memory, torch.Tensor.is_pinned = pin_memory, lambda tensor, device=None: page_locked(tensor)  # type: ignore[method-assign, assignment]
+    torch.Tensor.pin_memory, torch.Tensor.is_pinned = (
+        pin_memory,
+        lambda tensor, device=None: page_locked(tensor),
+    )  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -239,7 +261,8 @@ def pinning(machine: Any) -> Iterator[None]:
 
 @contextmanager
 def reading_files() -> Iterator[None]:
-    """``safetensors.torch.load_file(path, device="sim")`` reads to the host and copies: safetensors has its own list of devices."""
+    """``safetensors.torch.load_file(path, device="sim")`` reads to the host and copies: safetensors
+    has its own list of devices."""
     import safetensors.torch
 
     files: Any = safetensors.torch
@@ -248,7 +271,9 @@ def reading_files() -> Iterator[None]:
     def load_file(path: Any, device: Any = "cpu", **more: Any) -> dict[str, torch.Tensor]:
         if torch.device(device).type != "sim":
             return dict(plain(path, device=device, **more))
-        return {name: tensor.to(device) for name, tensor in plain(path, device="cpu", **more).items()}
+        return {
+            name: tensor.to(device) for name, tensor in plain(path, device="cpu", **more).items()
+        }
 
     files.load_file = load_file
     try:

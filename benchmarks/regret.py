@@ -1,11 +1,13 @@
 """What plans lose where the times that they were made with are wrong, by graphrun's own simulator.
 
-    .venv/bin/python benchmarks/regret.py [GRAPH ...] [--draws N] [--minutes N]     writes benchmarks/results/regret.json
+    .venv/bin/python benchmarks/regret.py [GRAPH ...] [--draws N] [--minutes N]     writes
+    benchmarks/results/regret.json
 
-Each reference graph x VRAM, on an RTX 4090 with 32 GiB of RAM, planned with its times, and again in each of the draws, in which
-every class of kernel and of copy, the launches and the disk are 30 % too slow or 30 % too fast, at random. Each plan is then
-simulated with the right times: what it takes above the best of them is its regret. Graphs of earlier runs are kept; ``--minutes``:
-begins no further graph after so many.
+Each reference graph x VRAM, on an RTX 4090 with 32 GiB of RAM, planned with its times, and again in
+each of the draws, in which every class of kernel and of copy, the launches and the disk are 30 %
+too slow or 30 % too fast, at random. Each plan is then simulated with the right times: what it
+takes above the best of them is its regret. Graphs of earlier runs are kept; ``--minutes``: begins
+no further graph after so many.
 """
 
 from __future__ import annotations
@@ -27,7 +29,12 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent)]
-os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.update(
+    TRANSFORMERS_VERBOSITY="error",
+    DIFFUSERS_VERBOSITY="error",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+)
 
 import graphrun  # noqa: E402
 from graphrun.model.problem import Hardware, Problem  # noqa: E402
@@ -41,10 +48,18 @@ GRAPHS = HERE.parent / "graphs"
 RESULTS = HERE / "results" / "regret.json"
 CARD, VRAM, RAM, GIB = "rtx4090", (8, 12, 16, 24), 32, 2**30
 SEED, WRONG = 29, 0.3
-LEFT_OUT = ("shapes", "pyramid-flow")  # 2 M parameters fit anywhere; classes of a package that is not installed
-# Class -> fields of `Hardware` and of its `KernelRates`: rates, but for the seconds named at the end.
+# 2 M parameters fit anywhere; classes of a package that is not installed
+LEFT_OUT = (
+    "shapes",
+    "pyramid-flow",
+)
+# Class -> fields of `Hardware` and of its `KernelRates`: rates, but for the seconds named at the
+# end.
 CLASSES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "matrix products": (("flops_per_second",), ("fp32_flops_per_second", "fp8_flops_per_second", "int8_flops_per_second")),
+    "matrix products": (
+        ("flops_per_second",),
+        ("fp32_flops_per_second", "fp8_flops_per_second", "int8_flops_per_second"),
+    ),
     "attention": ((), ("attention_flops_per_second", "exponentials_per_second")),
     "convolutions": ((), ("convolution_flops_per_second", "fp32_convolution_flops_per_second")),
     "elementwise": (("memory_bytes_per_second",), ()),
@@ -63,7 +78,9 @@ def wrong(card: Hardware, errors: Mapping[str, float]) -> Hardware:
     whole, kernels = {}, {}
     for name, (fields, of_kernels) in CLASSES.items():
         for field in fields:
-            whole[field] = getattr(card, field) * (errors[name] if field in SECONDS else 1 / errors[name])
+            whole[field] = getattr(card, field) * (
+                errors[name] if field in SECONDS else 1 / errors[name]
+            )
         for field in of_kernels:
             kernels[field] = getattr(card.kernels, field) / errors[name]
     return replace(card, **whole, kernels=replace(card.kernels, **kernels))
@@ -80,7 +97,9 @@ def problems(name: str, cards: list[Hardware]) -> list[Problem]:
     graph = graphrun.load(GRAPHS / f"{name}.yaml")
     inputs = graph.for_planning({})
     run = dry_run(graph, inputs, None)
-    return [problem_of(graph, run, card, Limits(VRAM[0] * GIB, RAM * GIB), inputs) for card in cards]
+    return [
+        problem_of(graph, run, card, Limits(VRAM[0] * GIB, RAM * GIB), inputs) for card in cards
+    ]
 
 
 def seconds_with(right: Problem, plan: Solution | None) -> float | None:
@@ -98,9 +117,17 @@ def graph_rows(name: str, errors: list[dict[str, float]]) -> Iterator[dict[str, 
         row: dict[str, Any] = {"vram_gib": gib}
         if (own := solved(right)) is not None:
             taken = [seconds_with(right, solved(other)) for other in others]
-            best = min(own.simulation.total_seconds, *(seconds for seconds in taken if seconds is not None))
-            lost = [None if seconds is None else round(100 * (seconds / best - 1), 3) for seconds in taken]
-            row |= {"best_seconds": round(best, 4), "own_lost_percent": round(100 * (own.simulation.total_seconds / best - 1), 3)}
+            best = min(
+                own.simulation.total_seconds, *(seconds for seconds in taken if seconds is not None)
+            )
+            lost = [
+                None if seconds is None else round(100 * (seconds / best - 1), 3)
+                for seconds in taken
+            ]
+            row |= {
+                "best_seconds": round(best, 4),
+                "own_lost_percent": round(100 * (own.simulation.total_seconds / best - 1), 3),
+            }
             row |= {"lost_percent": lost}
         yield row
 
@@ -131,7 +158,11 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=4)
     parser.add_argument("--minutes", type=float, default=60.0)
     asked = parser.parse_args()
-    every = sorted(path.stem for path in GRAPHS.glob("*.yaml") if "-tiny" not in path.stem and path.stem not in LEFT_OUT)
+    every = sorted(
+        path.stem
+        for path in GRAPHS.glob("*.yaml")
+        if "-tiny" not in path.stem and path.stem not in LEFT_OUT
+    )
     errors, until = draws(asked.draws), time.monotonic() + 60 * asked.minutes
     before: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     graphs: dict[str, Any] = before.get("graphs", {}) if before.get("errors") == errors else {}
@@ -152,7 +183,11 @@ def main() -> None:
             "graphs": dict(sorted(graphs.items())),
         }
         RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-        print(name, *(f"{row['vram_gib']} GiB {row.get('lost_percent')}" for row in graphs[name]), flush=True)
+        print(
+            name,
+            *(f"{row['vram_gib']} GiB {row.get('lost_percent')}" for row in graphs[name]),
+            flush=True,
+        )
     print(json.dumps(summary(graphs), indent=1))
 
 

@@ -1,4 +1,5 @@
-"""Repeated work on the simulated accelerator, in virtual time: many prompts, sessions, kills and resumes, a shared cache.
+"""Repeated work on the simulated accelerator, in virtual time: many prompts, sessions, kills and
+resumes, a shared cache.
 
 .venv/bin/python benchmarks/repeated.py [--quick]      writes benchmarks/results/repeated.json
 """
@@ -27,7 +28,12 @@ FORK = multiprocessing.get_context("fork")
 SMALL = {"height": 32, "width": 32, "steps": 4, "max_sequence_length": 16}
 # flux-tiny's transformer does not fit whole, its encoders do: FLUX.1-dev within 12 GiB, in small.
 BUDGET = {"vram": "6M", "ram": "8G", "hardware": "sim"}
-os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.update(
+    TRANSFORMERS_VERBOSITY="error",
+    DIFFUSERS_VERBOSITY="error",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+)
 
 
 def graph() -> Any:
@@ -43,7 +49,8 @@ def prompts(count: int) -> list[dict[str, Any]]:
 
 
 def many(count: int) -> dict[str, Any]:
-    """Prompts by the chosen schedule, as separate cold runs, and under diffusers' model offload: bytes and seconds."""
+    """Prompts by the chosen schedule, as separate cold runs, and under diffusers' model offload:
+    bytes and seconds."""
     import graphrun
     from graphrun.verify.simulate import simulate
 
@@ -54,7 +61,8 @@ def many(count: int) -> dict[str, Any]:
     cold = simulate(solution.problem, solution.plan)
     measured = [graphrun.run(solution, of, request) for request in prompts(2)]
     same = all(
-        trace.outputs["image"].tobytes() == batch.outputs[number + 1]["image"].tobytes() for number, trace in enumerate(measured)
+        trace.outputs["image"].tobytes() == batch.outputs[number + 1]["image"].tobytes()
+        for number, trace in enumerate(measured)
     )
     offload = offloaded(of, min(count, 4))
     return {
@@ -82,7 +90,8 @@ def many(count: int) -> dict[str, Any]:
 
 
 def offloaded(of: Any, count: int) -> dict[str, Any]:
-    """Seconds and bytes of a prompt under ``enable_model_cpu_offload`` on the same machine without a limit, after a first one."""
+    """Seconds and bytes of a prompt under ``enable_model_cpu_offload`` on the same machine without
+    a limit, after a first one."""
     import torch
 
     from graphrun import sim
@@ -131,7 +140,8 @@ def offloaded(of: Any, count: int) -> dict[str, Any]:
 
 
 def full_size(count: int) -> dict[str, Any]:
-    """FLUX.1-dev within 12 GiB, planned and simulated: the same comparison at full size, without weights."""
+    """FLUX.1-dev within 12 GiB, planned and simulated: the same comparison at full size, without
+    weights."""
     import graphrun
     from graphrun.batch.schedule import schedules
     from graphrun.verify.simulate import simulate
@@ -143,22 +153,33 @@ def full_size(count: int) -> dict[str, Any]:
     found = schedules(of, problem, {stage.name: count for stage in of.stages}, count, graphrun.plan)
     return {
         "prompts": count,
-        "request by request, cold": {"predicted_seconds": count * cold.seconds, "predicted_bytes": count * cold.moved_bytes},
+        "request by request, cold": {
+            "predicted_seconds": count * cold.seconds,
+            "predicted_bytes": count * cold.moved_bytes,
+        },
         "schedules": {
-            schedule.name: {"predicted_seconds": schedule.seconds, "predicted_bytes": schedule.moved_bytes} for schedule in found
+            schedule.name: {
+                "predicted_seconds": schedule.seconds,
+                "predicted_bytes": schedule.moved_bytes,
+            }
+            for schedule in found
         },
         "chosen": found[0].name,
     }
 
 
 def session(runs: int) -> dict[str, Any]:
-    """Runs 2 to ``runs`` of a session: whether actions and virtual seconds are those of run 2, and what closing leaves."""
+    """Runs 2 to ``runs`` of a session: whether actions and virtual seconds are those of run 2, and
+    what closing leaves."""
     import graphrun
 
     with graphrun.Session(graph(), inputs=SMALL, runs=runs, **BUDGET) as held:
         traces = held.map(prompts(runs))
         left = held.close()
-    events = [[(e.kind, e.component, e.slot, e.detail, e.nbytes) for e in trace.events] for trace in traces]
+    events = [
+        [(e.kind, e.component, e.slot, e.detail, e.nbytes) for e in trace.events]
+        for trace in traces
+    ]
     seconds = [trace.seconds for trace in traces]
     return {
         "runs": runs,
@@ -172,14 +193,18 @@ def session(runs: int) -> dict[str, Any]:
 
 
 def repeated_prompts(times: int) -> dict[str, Any]:
-    """Three prompts, each with several seeds: how often encoders were loaded, in a batch and with outputs kept from it."""
+    """Three prompts, each with several seeds: how often encoders were loaded, in a batch and with
+    outputs kept from it."""
     import graphrun
 
     requests = [{"prompt": f"prompt {number % 3}", "seed": number} for number in range(3 * times)]
     with tempfile.TemporaryDirectory() as cache:
         first = graphrun.run_many(graph(), requests, common=SMALL, cache=Path(cache), **BUDGET)
         second = graphrun.run_many(graph(), requests, common=SMALL, cache=Path(cache), **BUDGET)
-    with tempfile.TemporaryDirectory() as cache, graphrun.Session(graph(), inputs=SMALL, cache=Path(cache), **BUDGET) as held:
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        graphrun.Session(graph(), inputs=SMALL, cache=Path(cache), **BUDGET) as held,
+    ):
         traces = held.map(requests)
     return {
         "requests": len(requests),
@@ -204,12 +229,16 @@ def encoder_bytes(batch: Any) -> int:
 
 def encoders_in(trace: Any) -> int:
     """The same of one run."""
-    return sum(e.nbytes for e in trace.events if e.kind in ("load", "stream") and "text_encoder" in e.component)
+    return sum(
+        e.nbytes
+        for e in trace.events
+        if e.kind in ("load", "stream") and "text_encoder" in e.component
+    )
 
 
 def kills(count: int, seeds: tuple[int, ...]) -> dict[str, Any]:
-    """A batch killed ``count`` times for each of ``seeds`` at random moments, each time gone on with; then what is there beside an
-    unbroken one: every file in the folder, hidden ones too."""
+    """A batch killed ``count`` times for each of ``seeds`` at random moments, each time gone on
+    with; then what is there beside an unbroken one: every file in the folder, hidden ones too."""
     import graphrun
     from graphrun.report.outputs import save_outputs
 
@@ -258,15 +287,24 @@ def kills(count: int, seeds: tuple[int, ...]) -> dict[str, Any]:
         for seed in seeds:
             moments, killed, rounds, wrong = random.Random(seed), 0, 0, list[str]()
             while killed < count and not wrong:  # as many batches as it takes
-                killed, rounds = killed + killed_until_done(moments, seconds, count - killed), rounds + 1
+                killed, rounds = (
+                    killed + killed_until_done(moments, seconds, count - killed),
+                    rounds + 1,
+                )
                 made = digests(root / "broken")
-                wrong = sorted(name for name in made.keys() | expected.keys() if made.get(name) != expected.get(name))
+                wrong = sorted(
+                    name
+                    for name in made.keys() | expected.keys()
+                    if made.get(name) != expected.get(name)
+                )
             found.append({"seed": seed, "kills": killed, "batches": rounds, "unequal": wrong})
         return {
             "kills": sum(each["kills"] for each in found),
             "batches": sum(each["batches"] for each in found),
             "requests": requests,
-            "every request done once, equal to the uninterrupted run": not any(each["unequal"] for each in found),
+            "every request done once, equal to the uninterrupted run": not any(
+                each["unequal"] for each in found
+            ),
             "seeds": found,
         }
     finally:
@@ -275,11 +313,15 @@ def kills(count: int, seeds: tuple[int, ...]) -> dict[str, Any]:
 
 def digests(folder: Path) -> dict[str, str]:
     """Each picture's name and content."""
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+    }
 
 
 def two_on_one_cache(seconds: float, seed: int) -> dict[str, Any]:
-    """Two processes that write, read and evict in one cache, and what they saw: torn values, errors, lost entries."""
+    """Two processes that write, read and evict in one cache, and what they saw: torn values,
+    errors, lost entries."""
     import torch
 
     from graphrun.batch.cache.index import Index
@@ -318,7 +360,11 @@ def two_on_one_cache(seconds: float, seed: int) -> dict[str, Any]:
         for child in children:
             child.join()
         codes = [child.exitcode for child in children]
-        counts = [json.loads((root / f"{name}.json").read_text()) for name in range(2)] if not any(codes) else []
+        counts = (
+            [json.loads((root / f"{name}.json").read_text()) for name in range(2)]
+            if not any(codes)
+            else []
+        )
         index = Index(root / "cache")
         damaged = index.verify()
         entries = index.entries()
@@ -337,8 +383,16 @@ def two_on_one_cache(seconds: float, seed: int) -> dict[str, Any]:
 def main() -> None:
     """Measure, write, and say where."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer prompts, runs, kills and seconds; nothing is written")
-    parser.add_argument("--only", action="append", help="this part alone (the beginning of its name); the others' results stay")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="fewer prompts, runs, kills and seconds; nothing is written",
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        help="this part alone (the beginning of its name); the others' results stay",
+    )
     options = parser.parse_args()
     quick, path = options.quick, ROOT / "benchmarks/results/repeated.json"
     import torch
@@ -355,7 +409,9 @@ def main() -> None:
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        "versions": {name: version(name) for name in ("torch", "diffusers", "transformers", "highspy")},
+        "versions": {
+            name: version(name) for name in ("torch", "diffusers", "transformers", "highspy")
+        },
     }
     if options.only and path.exists():
         result = {**json.loads(path.read_text()), **result}

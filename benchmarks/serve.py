@@ -1,9 +1,12 @@
-"""graphrun's server beside a plain one, under one cap on the simulated accelerator: pictures per virtual second, and failures.
+"""graphrun's server beside a plain one, under one cap on the simulated accelerator: pictures per
+virtual second, and failures.
 
-.venv/bin/python benchmarks/serve.py [--requests 120] [--caps 6M 10M]      writes benchmarks/results/serve.json
+.venv/bin/python benchmarks/serve.py [--requests 120] [--caps 6M 10M]      writes
+benchmarks/results/serve.json
 
-Both serve the small FLUX to the same clients, who ask for pictures of mixed sizes, one after another. The plain server is FastAPI
-around diffusers' pipeline with ``enable_model_cpu_offload()`` and a lock. Where a call fails, it answers 500 and frees the hooks.
+Both serve the small FLUX to the same clients, who ask for pictures of mixed sizes, one after
+another. The plain server is FastAPI around diffusers' pipeline with ``enable_model_cpu_offload()``
+and a lock. Where a call fails, it answers 500 and frees the hooks.
 """
 
 from __future__ import annotations
@@ -32,7 +35,12 @@ CLIENTS = 32
 STEPS = 3
 SIZES = (32, 32, 128, 256)  # pixels a side; half of the requests are small
 MODEL = "flux-tiny"
-os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.update(
+    TRANSFORMERS_VERBOSITY="error",
+    DIFFUSERS_VERBOSITY="error",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+)
 
 
 def plain(cap_bytes: int) -> None:
@@ -44,7 +52,12 @@ def plain(cap_bytes: int) -> None:
     from peers_cell import Subject
     from peers_machine import Sim
 
-    subject, on, lock, app = Subject("flux", "sim", STEPS), Sim(cap_bytes), threading.Lock(), FastAPI()
+    subject, on, lock, app = (
+        Subject("flux", "sim", STEPS),
+        Sim(cap_bytes),
+        threading.Lock(),
+        FastAPI(),
+    )
     pipeline = subject.pipeline()
     pipeline.enable_model_cpu_offload(device=on.device)
 
@@ -55,12 +68,17 @@ def plain(cap_bytes: int) -> None:
     @app.post("/v1/images/generations")
     def generations(body: dict[str, Any]) -> Response:
         width, height = (int(number) for number in body["size"].split("x"))
-        arguments = {"num_inference_steps": body["steps"], "max_sequence_length": body["max_sequence_length"]}
+        arguments = {
+            "num_inference_steps": body["steps"],
+            "max_sequence_length": body["max_sequence_length"],
+        }
         with lock, on.open(), torch.no_grad():
             on.reset_peak()
             try:
                 generator = torch.Generator().manual_seed(body["seed"])
-                pipeline(body["prompt"], height=height, width=width, generator=generator, **arguments)
+                pipeline(
+                    body["prompt"], height=height, width=width, generator=generator, **arguments
+                )
             except torch.OutOfMemoryError:
                 pipeline.maybe_free_model_hooks()
                 return Response(status_code=500)
@@ -75,14 +93,36 @@ def plain(cap_bytes: int) -> None:
 @contextlib.contextmanager
 def started(name: str, cap_bytes: int, folder: Path) -> Iterator[str]:
     """The server ``name``, and its address."""
-    own = [str(ROOT / f"graphs/{MODEL}.yaml"), "--device", "sim", "--vram", str(cap_bytes), "--ram", "8G", "--port", "0"]
+    own = [
+        str(ROOT / f"graphs/{MODEL}.yaml"),
+        "--device",
+        "sim",
+        "--vram",
+        str(cap_bytes),
+        "--ram",
+        "8G",
+        "--port",
+        "0",
+    ]
     command = {
-        "graphrun": [sys.executable, "-m", "graphrun", "serve", *own, "--reuse", "none", "--queue", "10h"],
+        "graphrun": [
+            sys.executable,
+            "-m",
+            "graphrun",
+            "serve",
+            *own,
+            "--reuse",
+            "none",
+            "--queue",
+            "10h",
+        ],
         "plain": [sys.executable, __file__, "--plain", str(cap_bytes)],
     }[name]
     log = folder / f"{name}-{cap_bytes}"
     with log.open("wb") as err:
-        process = subprocess.Popen(command, stderr=err, stdout=err, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(
+            command, stderr=err, stdout=err, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
     try:
         while not (found := re.search(r"on (http://\S+)", log.read_text())):
             assert process.poll() is None, log.read_text()
@@ -100,16 +140,30 @@ def asked(address: str, requests: int) -> dict[str, Any]:
     client = httpx.Client(base_url=address, timeout=3600)
 
     def clock() -> float:
-        return float(re.findall(r"^graphrun_clock_seconds (\S+)", client.get("/metrics").text, re.MULTILINE)[0])
+        return float(
+            re.findall(r"^graphrun_clock_seconds (\S+)", client.get("/metrics").text, re.MULTILINE)[
+                0
+            ]
+        )
 
     def ask(number: int) -> tuple[int, int, int]:
         side = random.Random(number).choice(SIZES)
-        body = {"prompt": f"request {number}", "seed": number, "size": f"{side}x{side}", "steps": STEPS, "max_sequence_length": 64}
+        body = {
+            "prompt": f"request {number}",
+            "seed": number,
+            "size": f"{side}x{side}",
+            "steps": STEPS,
+            "max_sequence_length": 64,
+        }
         answer = client.post("/v1/images/generations", json=body)
         while answer.status_code in (429, 503):
             time.sleep(1)
             answer = client.post("/v1/images/generations", json=body)
-        peak = answer.json().get("graphrun", answer.json())["peak_bytes"] if answer.status_code == 200 else 0
+        peak = (
+            answer.json().get("graphrun", answer.json())["peak_bytes"]
+            if answer.status_code == 200
+            else 0
+        )
         return side, answer.status_code, peak["measured"] if isinstance(peak, dict) else peak
 
     while client.get("/readyz").status_code == 503:
@@ -123,7 +177,8 @@ def asked(address: str, requests: int) -> dict[str, Any]:
         "requests": requests,
         "served": served,
         "answers by side and status": {
-            f"{side}: {status}": n for (side, status), n in sorted(Counter(a[:2] for a in answers).items())
+            f"{side}: {status}": n
+            for (side, status), n in sorted(Counter(a[:2] for a in answers).items())
         },
         "virtual_seconds": seconds,
         "served_per_virtual_second": served / seconds if seconds else 0.0,
@@ -133,7 +188,9 @@ def asked(address: str, requests: int) -> dict[str, Any]:
 
 def main() -> None:
     """Runs both servers under each cap."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--caps", nargs="*", default=["6M", "10M"])
     parser.add_argument("--plain", type=int, help=argparse.SUPPRESS)
@@ -147,7 +204,9 @@ def main() -> None:
     found: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
         "command": f"benchmarks/serve.py --requests {options.requests} --caps {' '.join(options.caps)}",
-        "versions": {name: version(name) for name in ("torch", "diffusers", "transformers", "fastapi")},
+        "versions": {
+            name: version(name) for name in ("torch", "diffusers", "transformers", "fastapi")
+        },
         "model": MODEL,
         "clients": CLIENTS,
     }

@@ -1,4 +1,5 @@
-"""How long `graphrun plan graphs/flux-dev.yaml` takes from a shell, cold and warm, and the most memory it takes.
+"""How long `graphrun plan graphs/flux-dev.yaml` takes from a shell, cold and warm, and the most
+memory it takes.
 
 .venv/bin/python benchmarks/start_up.py      writes benchmarks/results/start_up.json
 
@@ -6,7 +7,8 @@ cold     empty cache: imports, dry run, numbers, solver, screen
 traced   dry run cached, another budget: numbers and solver
 warm     everything cached: no torch, no solver
 
-Wall-clock seconds mean something on an idle machine only, so processor seconds and the load are reported too.
+Wall-clock seconds mean something on an idle machine only, so processor seconds and the load are
+reported too.
 """
 
 from __future__ import annotations
@@ -26,15 +28,30 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RUNS = 5
-COMMAND = [sys.executable, "-c", "from graphrun.cli.main import main; main()", "plan", "graphs/flux-dev.yaml", "--ram", "64G"]
+COMMAND = [
+    sys.executable,
+    "-c",
+    "from graphrun.cli.main import main; main()",
+    "plan",
+    "graphs/flux-dev.yaml",
+    "--ram",
+    "64G",
+]
 
 
 def measure(cache: str, vram: str) -> dict[str, float]:
     """One command: wall and processor seconds, and its peak RSS."""
-    environment = {**os.environ, "XDG_CACHE_HOME": cache, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "XDG_CACHE_HOME": cache,
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),
+    }
     start = time.perf_counter()
     arguments = [*COMMAND, "--vram", vram, "--hardware", "rtx4090"]
-    process = subprocess.Popen(arguments, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        arguments, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
@@ -71,8 +88,13 @@ def main() -> None:
         "command": "graphrun plan graphs/flux-dev.yaml --vram 8G --ram 64G --hardware rtx4090",
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        "versions": {name: version(name) for name in ("torch", "diffusers", "transformers", "highspy")},
-        "load_average": {"before": [round(x, 2) for x in load_before], "after": [round(x, 2) for x in os.getloadavg()]},
+        "versions": {
+            name: version(name) for name in ("torch", "diffusers", "transformers", "highspy")
+        },
+        "load_average": {
+            "before": [round(x, 2) for x in load_before],
+            "after": [round(x, 2) for x in os.getloadavg()],
+        },
         **{name: summary(runs) for name, runs in found.items()},
     }
     path = ROOT / "benchmarks/results/start_up.json"

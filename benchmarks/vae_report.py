@@ -1,8 +1,10 @@
-"""The VAEs of InvokeAI's benchmark report, measured as its scripts do: what one encode or decode takes beside weights.
+"""The VAEs of InvokeAI's benchmark report, measured as its scripts do: what one encode or decode
+takes beside weights.
 
-Source: benchmark_flux_vae.py and benchmark_sd_vae.py in vae_benchmarks/ of invoke-ai/InvokeAI, and the report that they wrote (RTX
-4090). For each size there are two rounds first, then the cache is emptied; allocated is the peak minus what was allocated before,
-reserved the most reserved minus what was reserved before. Weights, the input and the result of a round before stay on the card.
+Source: benchmark_flux_vae.py and benchmark_sd_vae.py in vae_benchmarks/ of invoke-ai/InvokeAI, and
+the report that they wrote (RTX 4090). For each size there are two rounds first, then the cache is
+emptied; allocated is the peak minus what was allocated before, reserved the most reserved minus
+what was reserved before. Weights, the input and the result of a round before stay on the card.
 """
 
 from __future__ import annotations
@@ -51,9 +53,11 @@ def replay(events: Sequence[Event], allocator: Allocator) -> int:
 
 
 class FluxAE(nn.Module):
-    """The FLUX autoencoder as its own repository walks through it, over the layers of diffusers' (which are the same).
+    """The FLUX autoencoder as its own repository walks through it, over the layers of diffusers'
+    (which are the same).
 
-    One variable runs through the decoder, so that no caller holds an earlier tensor; the encoder keeps every block's result.
+    One variable runs through the decoder, so that no caller holds an earlier tensor; the encoder
+    keeps every block's result.
     """
 
     def __init__(self, vae: Any) -> None:
@@ -129,10 +133,13 @@ def vae(name: str, dtype: str) -> Any:
 
 @cache
 def events_of(model: str, mode: str, pixels: int, dtype: str, tile: int = 0) -> list[Event]:
-    """What one encode or decode of a square picture allocates. SD 1.5's VAE has SDXL's configuration."""
+    """What one encode or decode of a square picture allocates. SD 1.5's VAE has SDXL's
+    configuration."""
     flux = model.startswith("FLUX")
     module = vae("flux-dev" if flux else "sdxl", dtype)
-    channels, side = (3, pixels) if mode == "encode" else (module.config["latent_channels"], pixels // 8)
+    channels, side = (
+        (3, pixels) if mode == "encode" else (module.config["latent_channels"], pixels // 8)
+    )
     x = torch.empty(1, channels, side, side, dtype=getattr(torch, dtype), device="meta")
     if flux:
         walked = FluxAE(module)
@@ -141,8 +148,22 @@ def events_of(model: str, mode: str, pixels: int, dtype: str, tile: int = 0) -> 
     if tile:
         module.tile_sample_min_size, module.tile_latent_min_size = tile, tile // 8
     if mode == "encode":
-        return trace(module, lambda x: (d := module.encode(x).latent_dist, module.config["scaling_factor"] * d.sample()), x)
-    return trace(module, lambda z: (z := z / module.config["scaling_factor"], module.decode(z, return_dict=False)[0]), x)
+        return trace(
+            module,
+            lambda x: (
+                d := module.encode(x).latent_dist,
+                module.config["scaling_factor"] * d.sample(),
+            ),
+            x,
+        )
+    return trace(
+        module,
+        lambda z: (
+            z := z / module.config["scaling_factor"],
+            module.decode(z, return_dict=False)[0],
+        ),
+        x,
+    )
 
 
 def vae_bytes(model: str, mode: str, pixels: int, dtype: str, tile: int = 0) -> int:
@@ -151,12 +172,19 @@ def vae_bytes(model: str, mode: str, pixels: int, dtype: str, tile: int = 0) -> 
 
 
 def reserved_bytes(model: str, mode: str, pixels: int, dtype: str) -> int:
-    """What native segments reserve more than before, where weights, the input and an earlier result already lie."""
-    module, size = vae("flux-dev" if model.startswith("FLUX") else "sdxl", dtype), getattr(torch, dtype).itemsize
+    """What native segments reserve more than before, where weights, the input and an earlier result
+    already lie."""
+    module, size = (
+        vae("flux-dev" if model.startswith("FLUX") else "sdxl", dtype),
+        getattr(torch, dtype).itemsize,
+    )
     allocator = Native()
     for number, tensor in enumerate(module.parameters()):
         allocator.allocate(-2 - number, tensor.numel() * tensor.element_size())
-    picture, latents = 3 * pixels**2 * size, module.config["latent_channels"] * (pixels // 8) ** 2 * size
+    picture, latents = (
+        3 * pixels**2 * size,
+        module.config["latent_channels"] * (pixels // 8) ** 2 * size,
+    )
     for key, nbytes in zip((10**9, 10**9 + 1), (picture, latents), strict=True):
         allocator.allocate(key, nbytes)
     before = allocator.used_bytes

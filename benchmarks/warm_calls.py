@@ -1,15 +1,17 @@
-"""Calls 2 to 5 of attached pipelines beside other tools, all warm: bytes copied to the simulated accelerator, and virtual time.
+"""Calls 2 to 5 of attached pipelines beside other tools, all warm: bytes copied to the simulated
+accelerator, and virtual time.
 
 .venv/bin/python benchmarks/warm_calls.py [NAME ...]     writes benchmarks/results/warm_calls.json
 .venv/bin/python benchmarks/warm_calls.py --table        prints the table from there
 
-Tiny pipelines of ten families (`TABLE` of tests/attach/test_attach_warm.py), each within half of its weights' bytes (or the least
-that graphrun needs), nine tenths and ten times as much. Every tool calls its pipeline five times, then with two sizes in turn.
+Tiny pipelines of ten families (`TABLE` of tests/attach/test_attach_warm.py), each within half of
+its weights' bytes (or the least that graphrun needs), nine tenths and ten times as much. Every tool
+calls its pipeline five times, then with two sizes in turn.
 
-bytes     most bytes copied to the device in one of calls 2 to 5; its own code's included, which `.to(device)` shows alone
-seconds   virtual, the mean of calls 2 to 5
-in turn   bytes of two calls, one of each size, after both were called before
-A tool that takes more than the budget does not fit, and is not compared. Those that look at the budget are run with each.
+bytes     most bytes copied to the device in one of calls 2 to 5; its own code's included, which
+`.to(device)` shows alone seconds   virtual, the mean of calls 2 to 5 in turn   bytes of two calls,
+one of each size, after both were called before A tool that takes more than the budget does not fit,
+and is not compared. Those that look at the budget are run with each.
 """
 
 from __future__ import annotations
@@ -28,8 +30,17 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), *(str(ROOT / "tests" / part) for part in ("attach", "sweep"))]
-os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+sys.path[:0] = [
+    str(ROOT),
+    str(ROOT / "benchmarks"),
+    *(str(ROOT / "tests" / part) for part in ("attach", "sweep")),
+]
+os.environ.update(
+    TRANSFORMERS_VERBOSITY="error",
+    DIFFUSERS_VERBOSITY="error",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+)
 
 import torch  # noqa: E402
 from peers_machine import Sim  # noqa: E402
@@ -47,14 +58,22 @@ RESULTS = ROOT / "benchmarks/results/warm_calls.json"
 
 
 def resized(case: Case) -> Case:
-    """The same calls of twice the height; of another number of steps where the height cannot be said."""
+    """The same calls of twice the height; of another number of steps where the height cannot be
+    said."""
     given = case.arguments()
-    other = {"height": 2 * given["height"]} if "height" in given else {"num_inference_steps": case.steps + 1}
+    other = (
+        {"height": 2 * given["height"]}
+        if "height" in given
+        else {"num_inference_steps": case.steps + 1}
+    )
     return replace(case, arguments=lambda: {**case.arguments(), **other})
 
 
-def measured(on: Sim, case: Case, pipe: Any, want: Any, put: Callable[[Any], Any]) -> dict[str, Any]:
-    """Five calls of ``pipe``, then two sizes in turn. ``want``: the first output, which all equal; None: not compared."""
+def measured(
+    on: Sim, case: Case, pipe: Any, want: Any, put: Callable[[Any], Any]
+) -> dict[str, Any]:
+    """Five calls of ``pipe``, then two sizes in turn. ``want``: the first output, which all equal;
+    None: not compared."""
     other, marks = resized(case), []
     for each in (*[case] * 5, other, case, other, case):
         start, moved = on.seconds(), on.moved()["in"]
@@ -69,7 +88,9 @@ def measured(on: Sim, case: Case, pipe: Any, want: Any, put: Callable[[Any], Any
     }
 
 
-def peer(name: str, case: Case, cap_bytes: int | None, activation_bytes: int, want: Any) -> dict[str, Any]:
+def peer(
+    name: str, case: Case, cap_bytes: int | None, activation_bytes: int, want: Any
+) -> dict[str, Any]:
     """A tool of `peers_tools`; how it fails, where it does."""
     on, pipe = Sim(cap_bytes), case.build()
     try:
@@ -85,14 +106,19 @@ def attached(case: Case, budget_bytes: int, want: Any) -> dict[str, Any]:
     on, pipe = Sim(None), case.build()
     with graphrun.attach(pipe, vram=budget_bytes, device=on.executor()):
         try:
-            return {"budget_bytes": budget_bytes, **measured(on, case, pipe, want, torch.Tensor.cpu)}
+            return {
+                "budget_bytes": budget_bytes,
+                **measured(on, case, pipe, want, torch.Tensor.cpu),
+            }
         except Infeasible as error:
             least_bytes = error.smallest_budget_bytes
-    return attached(case, int(1.05 * least_bytes), want)  # of the first size; the other one may need a little more
+    # of the first size; the other one may need a little more
+    return attached(case, int(1.05 * least_bytes), want)
 
 
 def family(case: Case) -> dict[str, Any]:
-    """All tools on one pipeline: ``.to(device)``, the peers without a cap, and by budget graphrun and ComponentsManager."""
+    """All tools on one pipeline: ``.to(device)``, the peers without a cap, and by budget graphrun
+    and ComponentsManager."""
     weights, want = weight_bytes(case.build()), case.call(case.build())
     resident = peer("resident", case, None, 0, want)
     activation_bytes = max(0, resident.get("peak_bytes", weights) - weights)
@@ -102,10 +128,29 @@ def family(case: Case) -> dict[str, Any]:
     for share in SHARES:
         own = attached(case, int(share * weights), want)
         managed = peer("ComponentsManager", case, own["budget_bytes"], activation_bytes, want)
-        tools = {"ComponentsManager": managed, **{name: found[name] for name in ("resident", *PEERS)}}
-        fitting = {name: of for name, of in tools.items() if of.get("peak_bytes", own["budget_bytes"] + 1) <= own["budget_bytes"]}
-        best = min(fitting, key=lambda name: (fitting[name]["bytes"], fitting[name]["seconds"]), default=None)
-        budgets.append({"share": share, "graphrun": own, "ComponentsManager": managed, "best": best, "fitting": sorted(fitting)})
+        tools = {
+            "ComponentsManager": managed,
+            **{name: found[name] for name in ("resident", *PEERS)},
+        }
+        fitting = {
+            name: of
+            for name, of in tools.items()
+            if of.get("peak_bytes", own["budget_bytes"] + 1) <= own["budget_bytes"]
+        }
+        best = min(
+            fitting,
+            key=lambda name: (fitting[name]["bytes"], fitting[name]["seconds"]),
+            default=None,
+        )
+        budgets.append(
+            {
+                "share": share,
+                "graphrun": own,
+                "ComponentsManager": managed,
+                "best": best,
+                "fitting": sorted(fitting),
+            }
+        )
     return {**found, "budgets": budgets}
 
 
@@ -137,19 +182,28 @@ def table(result: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measures, writes after each pipeline, and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true", help="print the table of the results, and measure nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="print the table of the results, and measure nothing"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="the results")
     parser.add_argument("names", nargs="*", help="of TABLE; the others' results stay")
     given = parser.parse_args()
-    result: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {"pipelines": {}}
+    result: dict[str, Any] = (
+        json.loads(given.out.read_text()) if given.out.exists() else {"pipelines": {}}
+    )
     if not given.table:
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")
         result |= {
             "date": datetime.date.today().isoformat(),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-            "versions": {name: version(name) for name in ("torch", "diffusers", "transformers", "accelerate", "highspy")},
+            "versions": {
+                name: version(name)
+                for name in ("torch", "diffusers", "transformers", "accelerate", "highspy")
+            },
         }
         for name in given.names or TABLE:
             result["pipelines"][name] = family(cases()[name])

@@ -1,4 +1,5 @@
-"""What mkdocstrings does to a docstring: its aligned blocks of arguments, ``name``  text, become Markdown lists."""
+"""What mkdocstrings does to a docstring: its aligned blocks of arguments, ``name``  text, become
+Markdown lists."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ ARGUMENT = re.compile(r"^(``[^ ]+``(?:, ``[^ ]+``)*) {2,}(\S.*)$")
 
 
 def listed(text: str) -> str:
-    """``text`` with each aligned line as an item of a list, and the indented lines below it as part of the item."""
+    """``text`` with each aligned line as an item of a list, and the indented lines below it as part
+    of the item."""
     lines: list[str] = []
     inside = False
     for line in text.splitlines():

@@ -1,8 +1,10 @@
-"""Writes the pages and drawings of docs/ that come from the code: ``make docs``. tests/docs/test_pages.py compares them.
+"""Writes the pages and drawings of docs/ that come from the code: ``make docs``.
+tests/docs/test_pages.py compares them.
 
-graph-file.md and graphs/graphrun.schema.json from the schema of graph files, plan-text.md from the parser of plans, cli.md from the
-commands, errors.md from the classes of errors; img/architecture.svg from the imports and the layers in pyproject.toml,
-img/planning.svg from `STEPS` here, img/timeline.svg from a plan of FLUX.1-dev.
+graph-file.md and graphs/graphrun.schema.json from the schema of graph files, plan-text.md from the
+parser of plans, cli.md from the commands, errors.md from the classes of errors;
+img/architecture.svg from the imports and the layers in pyproject.toml, img/planning.svg from
+`STEPS` here, img/timeline.svg from a plan of FLUX.1-dev.
 """
 
 from __future__ import annotations
@@ -40,7 +42,12 @@ from graphrun.solve.solve import solve
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 MADE = "<!-- Written by docs/pages.py: `make docs`. Change the code, not this file. -->\n\n"
-EXIT_CODES = {0: "done", 1: "over a limit of `--fail-over` or `--fail-peak`", 2: "bad input", 3: "no plan fits the budgets"}
+EXIT_CODES = {
+    0: "done",
+    1: "over a limit of `--fail-over` or `--fail-peak`",
+    2: "bad input",
+    3: "no plan fits the budgets",
+}
 EXIT_CODES |= {4: "the run broke its plan", 130: "interrupted"}
 FONT = 'font-family="system-ui, sans-serif"'
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")
@@ -49,7 +56,18 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")
 def table(head: str, rows: Iterator[tuple[str, ...]]) -> str:
     """A Markdown table; ``head``: its columns, joined by |."""
     lines = [f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)]) + "\n"
+    return (
+        "\n".join(
+            [
+                *lines,
+                *(
+                    f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+                    for row in rows
+                ),
+            ]
+        )
+        + "\n"
+    )
 
 
 def markdown(text: str) -> str:
@@ -67,9 +85,14 @@ def type_of(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> str:
     if "enum" in schema or "const" in schema:
         return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     if "anyOf" in schema:
-        kinds = dict.fromkeys(type_of(each, defs) for each in schema["anyOf"] if each.get("type") != "null")
+        kinds = dict.fromkeys(
+            type_of(each, defs) for each in schema["anyOf"] if each.get("type") != "null"
+        )
         plain = [kind for kind in ("text", "bool", "int", "number") if kind in kinds]
-        return " or ".join((["value"] if len(plain) == 4 else plain) + [kind for kind in kinds if kind not in plain])
+        return " or ".join(
+            (["value"] if len(plain) == 4 else plain)
+            + [kind for kind in kinds if kind not in plain]
+        )
     match schema.get("type"):
         case "array":
             return f"list of {type_of(schema['items'], defs)}"
@@ -80,7 +103,9 @@ def type_of(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> str:
             return "anything"
         case kind:
             least = f" > {schema['exclusiveMinimum']}" if "exclusiveMinimum" in schema else ""
-            return {"string": "text", "integer": "int", "number": "number", "boolean": "bool"}[kind] + least
+            return {"string": "text", "integer": "int", "number": "number", "boolean": "bool"}[
+                kind
+            ] + least
 
 
 def title(name: str) -> str:
@@ -92,7 +117,13 @@ def keys(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> Iterator[tuple[s
     required = schema.get("required", ())
     for key, value in schema["properties"].items():
         default = value.get("default")
-        what = "required" if key in required else "" if default in (None, [], {}) else f"`{json.dumps(default)}`"
+        what = (
+            "required"
+            if key in required
+            else ""
+            if default in (None, [], {})
+            else f"`{json.dumps(default)}`"
+        )
         yield f"`{key}`", type_of(value, defs), what, value["description"]
 
 
@@ -110,7 +141,16 @@ server completes and checks by it, as the first line of each file of graphrun's 
 
 {table("key | type | default | meaning", keys(whole, defs))}
 """
-    order = ("InputSpec", "ComponentSpec", "PartSpec", "PipelineSpec", "StageSpec", "DirectivesSpec", "LoraSpec", "IpAdapterSpec")
+    order = (
+        "InputSpec",
+        "ComponentSpec",
+        "PartSpec",
+        "PipelineSpec",
+        "StageSpec",
+        "DirectivesSpec",
+        "LoraSpec",
+        "IpAdapterSpec",
+    )
     assert set(order) == set(defs)
     for name in order:
         of = defs[name]
@@ -140,7 +180,9 @@ def ops() -> Iterator[tuple[str, ...]]:
 
 
 def plan_text() -> str:
-    actions = ((f"`{form}`", markdown(kind.__doc__ or "")) for kind, _, form in plan.ACTION_LINES.values())
+    actions = (
+        (f"`{form}`", markdown(kind.__doc__ or "")) for kind, _, form in plan.ACTION_LINES.values()
+    )
     choices = {
         "finds": "On the device when the first slot begins.",
         "leaves": "On the device when a run of a session ends.",
@@ -200,7 +242,9 @@ graphs, or a plan saved with `-o`.
 {table("option before the command | meaning", options(whole))}
 """
     for path, command in listed(whole, ()):
-        arguments = " ".join(argument(each) for each in command.params if each.param_type_name == "argument")
+        arguments = " ".join(
+            argument(each) for each in command.params if each.param_type_name == "argument"
+        )
         usage = f"graphrun {' '.join(path)} [OPTIONS] {arguments}".rstrip()
         text += f"## graphrun {' '.join(path)}\n\n`{usage}`\n\n"
         text += f"{markdown(command.help or '')}\n\n"
@@ -226,15 +270,27 @@ def options(command: Any) -> Iterator[tuple[str, str]]:
     for each in command.params:
         if each.param_type_name == "option" and not each.hidden:
             names = ", ".join(f"`{name}`" for name in [*each.opts, *each.secondary_opts])
-            default = each.default if isinstance(each.default, (str, int, float)) and not isinstance(each.default, bool) else None
-            yield names, f"{each.help or ''}{f' Default: `{default}`.' if default not in (None, '') else ''}"
+            default = (
+                each.default
+                if isinstance(each.default, (str, int, float))
+                and not isinstance(each.default, bool)
+                else None
+            )
+            yield (
+                names,
+                f"{each.help or ''}{f' Default: `{default}`.' if default not in (None, '') else ''}",
+            )
 
 
 # -- errors
 
 
 def errors_page() -> str:
-    own = [each for _, each in inspect.getmembers(errors, inspect.isclass) if issubclass(each, errors.GraphrunError)]
+    own = [
+        each
+        for _, each in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(each, errors.GraphrunError)
+    ]
     every = [*own, Infeasible, ProbeError, RaceError, Unplaceable]
     rows = (
         (
@@ -266,7 +322,10 @@ def boxes(rows: list[list[str]], width: int, gap: int) -> dict[str, tuple[float,
     found = {}
     for number, row in enumerate(rows):
         own = [max(90.0, 9.0 * len(name) + 24) for name in row]
-        left = (width - sum(own) - 24 * (len(row) - 1)) / 2 - (120 if len(row) == 1 and number % 2 else 0)  # beside a passing arrow
+        # beside a passing arrow
+        left = (width - sum(own) - 24 * (len(row) - 1)) / 2 - (
+            120 if len(row) == 1 and number % 2 else 0
+        )
         for name, wide in zip(row, own, strict=True):
             found[name] = (left + wide / 2, 16.0 + number * gap, wide)
             left += wide + 24
@@ -274,35 +333,91 @@ def boxes(rows: list[list[str]], width: int, gap: int) -> dict[str, tuple[float,
 
 
 def drawn(
-    places: Mapping[str, tuple[float, float, float]], edges: list[tuple[str, str]], width: int, height: int, label: str
+    places: Mapping[str, tuple[float, float, float]],
+    edges: list[tuple[str, str]],
+    width: int,
+    height: int,
+    label: str,
 ) -> str:
     """Boxes, and an arrow down from the first to the second of each edge."""
     head = element("path", d="M0 0L8 4L0 8Z", fill="#789")
-    parts = [element("defs", element("marker", head, id="head", orient="auto", markerWidth=8, markerHeight=8, refX=7, refY=4))]
+    parts = [
+        element(
+            "defs",
+            element(
+                "marker",
+                head,
+                id="head",
+                orient="auto",
+                markerWidth=8,
+                markerHeight=8,
+                refX=7,
+                refY=4,
+            ),
+        )
+    ]
     for upper, lower in edges:
         (x, top, _), (to, bottom, _) = places[upper], places[lower]
         start, end = top + 30, bottom - 2
         bend = (start + end) / 2
         curve = f"M{x:.0f} {start:.0f}C{x:.0f} {bend:.0f} {to:.0f} {bend:.0f} {to:.0f} {end:.0f}"
-        parts.append(element("path", d=curve, fill="none", stroke="#789", stroke_width=1.2, marker_end="url(#head)"))
+        parts.append(
+            element(
+                "path",
+                d=curve,
+                fill="none",
+                stroke="#789",
+                stroke_width=1.2,
+                marker_end="url(#head)",
+            )
+        )
     for name, (x, top, wide) in places.items():
-        parts.append(element("rect", x=x - wide / 2, y=top, width=wide, height=30.0, rx=6, fill="#eef3f8", stroke="#345"))
-        parts.append(element("text", escape(name), x=x, y=top + 20, text_anchor="middle", fill="#123", font_size=14))
+        parts.append(
+            element(
+                "rect",
+                x=x - wide / 2,
+                y=top,
+                width=wide,
+                height=30.0,
+                rx=6,
+                fill="#eef3f8",
+                stroke="#345",
+            )
+        )
+        parts.append(
+            element(
+                "text",
+                escape(name),
+                x=x,
+                y=top + 20,
+                text_anchor="middle",
+                fill="#123",
+                font_size=14,
+            )
+        )
     whole = element("rect", x=0, y=0, width=width, height=height, fill="#fff")
     return picture(
-        [whole, *parts], f"0 0 {width} {height}", width=width, role="img", aria_label=label, font_family="system-ui, sans-serif"
+        [whole, *parts],
+        f"0 0 {width} {height}",
+        width=width,
+        role="img",
+        aria_label=label,
+        font_family="system-ui, sans-serif",
     )
 
 
 def layers() -> list[list[str]]:
     """The layers of pyproject.toml, the highest first."""
-    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
     (rows,) = (contract["layers"] for contract in found if contract["type"] == "layers")
     return [[name.strip().removeprefix("graphrun.") for name in row.split("|")] for row in rows]
 
 
 def imports() -> networkx.DiGraph:
-    """The packages and modules of graphrun, with an edge for each that another imports, also inside functions."""
+    """The packages and modules of graphrun, with an edge for each that another imports, also inside
+    functions."""
     graph = grimp.build_graph("graphrun", exclude_type_checking_imports=False, cache_dir=None)
     names = sorted(graph.find_children("graphrun"))
     for name in names:
@@ -319,11 +434,20 @@ def architecture() -> str:
     known = {name for row in rows for name in row}
     edges = networkx.transitive_reduction(between.subgraph(known)).edges
     gap = 74
-    return drawn(boxes(rows, 760, gap), sorted(edges), 760, 30 + gap * len(rows), "Packages of graphrun, and which imports which")
+    return drawn(
+        boxes(rows, 760, gap),
+        sorted(edges),
+        760,
+        30 + gap * len(rows),
+        "Packages of graphrun, and which imports which",
+    )
 
 
 STEPS = {
-    ("graph file, or a live pipeline", "dry run"): "the pipeline's own code on a device without memory",
+    (
+        "graph file, or a live pipeline",
+        "dry run",
+    ): "the pipeline's own code on a device without memory",
     ("dry run", "problem"): "bytes and seconds of every block, value and call",
     ("problem", "solver"): "an integer program for the budgets",
     ("solver", "plan"): "what is on the device in every slot",
@@ -346,8 +470,11 @@ def planning() -> str:
 
 
 def timeline() -> str:
-    """Copies, compute and memory of FLUX.1-dev within 8 GiB on an RTX 4090, with all weights in page-locked RAM."""
-    problem = problem_from(json.loads((ROOT / "tests" / "solve" / "problems" / "flux-dev.json").read_text()))
+    """Copies, compute and memory of FLUX.1-dev within 8 GiB on an RTX 4090, with all weights in
+    page-locked RAM."""
+    problem = problem_from(
+        json.loads((ROOT / "tests" / "solve" / "problems" / "flux-dev.json").read_text())
+    )
     solution = solve(replace(problem, budget_bytes=8 * 2**30))
     simulation, applied = solution.simulation, solution.chosen
     colours = {component.name: number for number, component in enumerate(applied.components)}
@@ -356,7 +483,12 @@ def timeline() -> str:
         for report, of in zip(simulation.slots, parts_of(solution), strict=True)
     }
     whole = timeline_svg(
-        simulation.events, planned_slots(simulation.slots), parts, applied.effective_bytes, colours, "FLUX.1-dev, 8 GiB"
+        simulation.events,
+        planned_slots(simulation.slots),
+        parts,
+        applied.effective_bytes,
+        colours,
+        "FLUX.1-dev, 8 GiB",
     )
     style = "text{font:13px system-ui,sans-serif;fill:#222} .tick{fill:#666} .lane{fill:#f3f3f3} .waits{fill:url(#waits)} "
     style += ".hatching{stroke:#999;fill:none} .activation{fill:#9db4cc} .values,.other{fill:#666} .ring{opacity:.5} "
@@ -365,12 +497,18 @@ def timeline() -> str:
     style += " ".join(f".c{number}{{fill:{colour}}}" for number, colour in enumerate(COLOURS))
     for number, name in enumerate(colours):
         whole = whole.replace(
-            "</svg>", element("rect", x=90 + 170 * number, y=-16, width=10, height=10, class_=f"c{number}") + "</svg>"
+            "</svg>",
+            element("rect", x=90 + 170 * number, y=-16, width=10, height=10, class_=f"c{number}")
+            + "</svg>",
         )
-        whole = whole.replace("</svg>", element("text", name, x=106 + 170 * number, y=-6) + "</svg>")
+        whole = whole.replace(
+            "</svg>", element("text", name, x=106 + 170 * number, y=-6) + "</svg>"
+        )
     box = re.search(r'viewBox="0 0 (\d+) (\d+)"', whole)
     assert box
-    whole = whole.replace(box[0], f'xmlns="http://www.w3.org/2000/svg" viewBox="0 -26 {box[1]} {int(box[2]) + 30}"', 1)
+    whole = whole.replace(
+        box[0], f'xmlns="http://www.w3.org/2000/svg" viewBox="0 -26 {box[1]} {int(box[2]) + 30}"', 1
+    )
     return whole.replace(">", f"><style>{style}</style>", 1) + "\n"
 
 
@@ -381,7 +519,11 @@ PAGES = {
     "cli.md": commands,
     "errors.md": errors_page,
 }
-DRAWINGS = {"img/architecture.svg": architecture, "img/planning.svg": planning, "img/timeline.svg": timeline}
+DRAWINGS = {
+    "img/architecture.svg": architecture,
+    "img/planning.svg": planning,
+    "img/timeline.svg": timeline,
+}
 
 
 def main() -> None:

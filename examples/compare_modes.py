@@ -13,4 +13,6 @@ for mode in ("resident", "model", "sequential", "group"):
     print(f"{mode:10} {found['peak_bytes']:>12,} bytes {1e3 * found['seconds']:8.2f} ms")
 
 solution = graphrun.plan(graphrun.estimate(graph, vram="4M", ram="8G", hardware="sim", runs=2))
-print(f"{'graphrun':10} {solution.simulation.peak_bytes:>12,} bytes {1e3 * solution.simulation.again_seconds:8.2f} ms")
+print(
+    f"{'graphrun':10} {solution.simulation.peak_bytes:>12,} bytes {1e3 * solution.simulation.again_seconds:8.2f} ms"
+)

@@ -1,4 +1,5 @@
-"""graphrun plans the placement of every component of a diffusion pipeline within a VRAM and a RAM budget, and executes that plan.
+"""graphrun plans the placement of every component of a diffusion pipeline within a VRAM and a RAM
+budget, and executes that plan.
 
     graph    = graphrun.load("flux-dev")
     problem  = graphrun.estimate(graph, vram="8G", ram="64G", hardware="rtx4090")
@@ -13,7 +14,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from graphrun.api import Budget, attach, estimate, from_pipeline, load, plan, precomputed, run, survey
+from graphrun.api import (
+    Budget,
+    attach,
+    estimate,
+    from_pipeline,
+    load,
+    plan,
+    precomputed,
+    run,
+    survey,
+)
 from graphrun.errors import (
     BrokenPlan,
     DeviceLost,
@@ -86,7 +97,8 @@ __all__ = [
     "survey",
 ]
 
-# Imported on first use: these modules import torch, a solver, or more than `graphrun` needs to start.
+# Imported on first use: these modules import torch, a solver, or more than `graphrun` needs to
+# start.
 _LAZY = {
     "Attachment": "graphrun.diffusers_.attach",
     "Batch": "graphrun.batch.queue",

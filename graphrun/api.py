@@ -1,4 +1,5 @@
-"""The public functions of `graphrun`. Each imports what it needs when it is called, so that ``import graphrun`` stays fast."""
+"""The public functions of `graphrun`. Each imports what it needs when it is called, so that
+``import graphrun`` stays fast."""
 
 from __future__ import annotations
 
@@ -18,9 +19,10 @@ RUNS = 100  # of a session by default: enough that the first run, which loads, w
 
 @dataclass(frozen=True, eq=False)
 class Budget:
-    """Memory that attached pipelines may take, each by itself or together: ``budget = graphrun.Budget("12G")``, then
-    ``graphrun.attach(pipe, budget=budget)`` for each pipeline. Sizes are as for `estimate`; ``vram`` None: what the device has free
-    when a pipeline is attached, less a twentieth. Raises InputError for what is no size.
+    """Memory that attached pipelines may take, each by itself or together: ``budget =
+    graphrun.Budget("12G")``, then ``graphrun.attach(pipe, budget=budget)`` for each pipeline. Sizes
+    are as for `estimate`; ``vram`` None: what the device has free when a pipeline is attached, less
+    a twentieth. Raises InputError for what is no size.
     """
 
     vram: str | int | Sequence[str | int] | None = None
@@ -31,7 +33,9 @@ class Budget:
     def __post_init__(self) -> None:
         devices = self.vram.split(",") if isinstance(self.vram, str) else self.vram
         devices = devices if isinstance(devices, (list, tuple)) else (devices,)
-        given = [("vram", size) for size in devices] + [(name, getattr(self, name)) for name in ("ram", "pinned", "disk")]
+        given = [("vram", size) for size in devices] + [
+            (name, getattr(self, name)) for name in ("ram", "pinned", "disk")
+        ]
         for name, size in given:
             if size not in (None, "auto"):
                 parse_size(size, whole_bytes=1 << 62, name=name, least=int(name == "vram"))
@@ -50,11 +54,13 @@ if TYPE_CHECKING:
 
 
 def load(path: str | Path, *, trust: Iterable[str] = (), source: str | None = None) -> Graph:
-    """The graph in the YAML file at ``path``, or graphrun's own of that name: ``"flux-dev"``. Raises GraphError with file and line.
+    """The graph in the YAML file at ``path``, or graphrun's own of that name: ``"flux-dev"``.
+    Raises GraphError with file and line.
 
-    By default the file may name modules, schedulers, tokenizers, processors and pipelines of diffusers and transformers.
-    ``trust``: packages of which it may name any class, and so run code. The file's own ``allow:`` only requests them.
-    ``source``: a folder, file or repository (``owner/name@revision``) in place of the graph's own ``source:``.
+    By default the file may name modules, schedulers, tokenizers, processors and pipelines of
+    diffusers and transformers. ``trust``: packages of which it may name any class, and so run code.
+    The file's own ``allow:`` only requests them. ``source``: a folder, file or repository
+    (``owner/name@revision``) in place of the graph's own ``source:``.
     """
     from graphrun.graph.loading import load as read
 
@@ -80,26 +86,33 @@ def estimate(
     precomputed: Iterable[str] = (),
     cache: Path | None = None,
 ) -> Problem:
-    """The planning problem of running ``graph`` within its budgets, from a dry run: needs no weights and no GPU.
+    """The planning problem of running ``graph`` within its budgets, from a dry run: needs no
+    weights and no GPU.
 
-    ``vram``, ``ram``  sizes such as ``"8G"``, or bytes; ``vram="50%"`` is a share of the device; ``ram="auto"`` is what the
-                       machine (or its cgroup) has left, plus what modules passed in take. With several devices,
-                       ``vram="24G,12G"`` or a list: the first computes and streams, on the others whole components may compute
-    ``pinned``         limit of page-locked RAM; ``disk``: limit of bytes written to disk
-    ``runs``           above 1: a session, a cold first run and ``runs - 1`` warm ones
-    ``allow``          what may change outputs: ``precision`` (all that the graph lists) or one of them, ``cpu``, ``tiling``,
+    ``vram``, ``ram``  sizes such as ``"8G"``, or bytes; ``vram="50%"`` is a share of the device;
+    ``ram="auto"`` is what the
+                       machine (or its cgroup) has left, plus what modules passed in take. With
+                       several devices, ``vram="24G,12G"`` or a list: the first computes and
+                       streams, on the others whole components may compute
+    ``pinned``         limit of page-locked RAM; ``disk``: limit of bytes written to disk ``runs``
+    above 1: a session, a cold first run and ``runs - 1`` warm ones ``allow``          what may
+    change outputs: ``precision`` (all that the graph lists) or one of them, ``cpu``, ``tiling``,
                        ``split``
-    ``hardware``       a name from `graphrun.profile.hardware.priors`, or of a profile that ``graphrun calibrate`` saved in
-                       ``cache``; None: the CUDA device found, else rtx4090. With several devices one for each, or one for all
+    ``hardware``       a name from `graphrun.profile.hardware.priors`, or of a profile that
+    ``graphrun calibrate`` saved in
+                       ``cache``; None: the CUDA device found, else rtx4090. With several devices
+                       one for each, or one for all
     ``inputs``         inputs of the graph; of a pipeline (`from_pipeline`) the arguments of a call
     ``keep``           components that stay on the device from their first use to the end
-    ``exclude``        components that are always streamed, with no block kept on the device
-    ``pin``            components whose backing store is page-locked
-    ``reserve``        part of the VRAM budget left to other programs. All four add to the graph's own directives
-    ``until``          a stage: only what its outputs need is planned, and a run returns these outputs
-    ``precomputed``    names of values (or of their stages) that a run gets ready-made, such as those that `precomputed` finds:
-                       their stages are not planned, and components that only they use are not loaded
-    ``cache``          a folder of dry runs and problems; a problem found there is returned without importing torch
+    ``exclude``        components that are always streamed, with no block kept on the device ``pin``
+    components whose backing store is page-locked ``reserve``        part of the VRAM budget left to
+    other programs. All four add to the graph's own directives ``until``          a stage: only what
+    its outputs need is planned, and a run returns these outputs ``precomputed``    names of values
+    (or of their stages) that a run gets ready-made, such as those that `precomputed` finds:
+                       their stages are not planned, and components that only they use are not
+                       loaded
+    ``cache``          a folder of dry runs and problems; a problem found there is returned without
+    importing torch
 
     Raises InputError for arguments that mean nothing.
     """
@@ -115,10 +128,16 @@ def estimate(
     reserve_bytes = _size(reserve, "reserve")
     if not isinstance(graph, Declared):
         if until is not None:
-            raise InputError("until names a stage of a graph; a pipeline's call has none: leave it out")
+            raise InputError(
+                "until names a stage of a graph; a pipeline's call has none: leave it out"
+            )
         demands = Directives(strings(keep), strings(exclude), reserve_bytes or 0)
-        return graph.problem(inputs or {}, hardware, Limits(budget_bytes, ram_bytes, helpers=helpers), demands)
-    graph, inputs = graph.until(until).directed(keep, exclude, reserve_bytes, pin).for_first(inputs or {})
+        return graph.problem(
+            inputs or {}, hardware, Limits(budget_bytes, ram_bytes, helpers=helpers), demands
+        )
+    graph, inputs = (
+        graph.until(until).directed(keep, exclude, reserve_bytes, pin).for_first(inputs or {})
+    )
     values = graph.for_planning(inputs)
 
     from graphrun.model.precomputed import without
@@ -128,8 +147,12 @@ def estimate(
         raise InputError(f"runs {runs}: a session has at least one run")
     host = _size(pinned, "pinned", ram_bytes), _size(disk, "disk")
     limits = Limits(budget_bytes, ram_bytes, *host, runs, graph.allowed(allow), helpers)
-    problem = replace(problem_for(graph, values, hardware, limits, _store(cache)), until=until or "")
-    if not (stages := tuple(dict.fromkeys(name.partition(".")[0] for name in strings(precomputed)))):
+    problem = replace(
+        problem_for(graph, values, hardware, limits, _store(cache)), until=until or ""
+    )
+    if not (
+        stages := tuple(dict.fromkeys(name.partition(".")[0] for name in strings(precomputed)))
+    ):
         return problem
     remaining = graph.with_precomputed(stages)
     return without(problem, [stage.name for stage in remaining.stages], stages, remaining.digest)
@@ -145,16 +168,25 @@ def precomputed(
     allow: Iterable[str] = (),
     until: str | None = None,
 ) -> dict[str, Any]:
-    """Stage outputs that earlier runs with the same ``inputs`` cached in the folder ``cache``, by name as in ``encode.embeds``.
+    """Stage outputs that earlier runs with the same ``inputs`` cached in the folder ``cache``, by
+    name as in ``encode.embeds``.
 
-    Pass them to `estimate` and `run` as ``precomputed``: their stages are then neither planned nor run, and components that only
-    they use are not loaded. ``what``: ``encoded`` for the outputs of `encode_prompt`, ``all`` for latents too. A value is found
-    only where everything it depends on is equal: weights, precision, code, versions, device, inputs.
+    Pass them to `estimate` and `run` as ``precomputed``: their stages are then neither planned nor
+    run, and components that only they use are not loaded. ``what``: ``encoded`` for the outputs of
+    `encode_prompt`, ``all`` for latents too. A value is found only where everything it depends on
+    is equal: weights, precision, code, versions, device, inputs.
     """
     from graphrun.batch.cache.reuse import reuse_for
 
     graph, inputs = graph.until(until).for_first(inputs or {})
-    return reuse_for(graph, graph.resolve(inputs), _hardware(hardware, cache).label, cache, what, graph.allowed(allow)).find()
+    return reuse_for(
+        graph,
+        graph.resolve(inputs),
+        _hardware(hardware, cache).label,
+        cache,
+        what,
+        graph.allowed(allow),
+    ).find()
 
 
 def survey(
@@ -171,18 +203,19 @@ def survey(
     pinned: bool = True,
     cache: Path | None = None,
 ) -> dict[str, Any]:
-    """What ``graph`` needs without a budget, as JSON-ready data: weights by precision, activations, values, FLOPs, seconds.
+    """What ``graph`` needs without a budget, as JSON-ready data: weights by precision, activations,
+    values, FLOPs, seconds.
 
-    ``mode``       how diffusers would place it: ``resident``, ``model``, ``sequential``, ``group`` or ``leaf`` (`profile.modes`)
-    ``precision``  ``nf4`` or ``transformer=nf4``: instead of the graph's own (`profile.asked.in_precision`)
-    ``batch``      pictures per prompt
-    ``option``     ``decode=tiling``: a stage option to run a stage with
-    ``keep``       components that stay on the device in ``group`` and ``leaf``
-    ``cpu``        components that compute on the CPU
-    ``pinned``     whether blocks of ``group`` and ``leaf`` are page-locked
+    ``mode``       how diffusers would place it: ``resident``, ``model``, ``sequential``, ``group``
+    or ``leaf`` (`profile.modes`) ``precision``  ``nf4`` or ``transformer=nf4``: instead of the
+    graph's own (`profile.asked.in_precision`) ``batch``      pictures per prompt ``option``
+    ``decode=tiling``: a stage option to run a stage with ``keep``       components that stay on the
+    device in ``group`` and ``leaf`` ``cpu``        components that compute on the CPU ``pinned``
+    whether blocks of ``group`` and ``leaf`` are page-locked
 
-    Each number has its basis; measurements of earlier runs in ``cache`` take precedence over traced numbers. Other arguments are as
-    for `estimate`. Raises InputError for arguments that mean nothing.
+    Each number has its basis; measurements of earlier runs in ``cache`` take precedence over traced
+    numbers. Other arguments are as for `estimate`. Raises InputError for arguments that mean
+    nothing.
     """
     from graphrun.profile.asked import in_precision, options_by_stage, pictures_input
 
@@ -202,13 +235,17 @@ def survey(
     return look(graph, dry_run(graph, values, store, options), hardware, values, store, chosen)
 
 
-def plan(problem: Problem, *, cache: Path | None = None, solved: Callable[[float], None] | None = None) -> Solution:
-    """The fastest plan that fits, with its proof. Raises Infeasible, which names what does not fit and which budgets would do.
+def plan(
+    problem: Problem, *, cache: Path | None = None, solved: Callable[[float], None] | None = None
+) -> Solution:
+    """The fastest plan that fits, with its proof. Raises Infeasible, which names what does not fit
+    and which budgets would do.
 
-    ``cache``: a folder of plans; a plan found there is checked before it is used. ``solved`` is called with the seconds that
-    solving took, and not where the plan was found.
+    ``cache``: a folder of plans; a plan found there is checked before it is used. ``solved`` is
+    called with the seconds that solving took, and not where the plan was found.
 
-    Ctrl-C raises PlanningInterrupted, a KeyboardInterrupt whose ``best()`` is the best plan so far, or None.
+    Ctrl-C raises PlanningInterrupted, a KeyboardInterrupt whose ``best()`` is the best plan so far,
+    or None.
     """
     from graphrun.store import solution_for
 
@@ -233,21 +270,23 @@ def run(
 ) -> Trace:
     """Runs ``graph`` by ``solution``. Returns the trace; ``trace.outputs`` holds the images.
 
-    ``inputs``          may differ from the planned ones in texts and seeds only
-    ``modules``         components that are already built, to run several times without reading weights again
-    ``random_weights``  random weights instead of those of the graph's source
-    ``progress``        called with (slot, call, calls) at the start of every call into a component
-    ``cache``           a folder: measurements are saved there for the next `estimate`, and stage outputs for `precomputed`
-    ``reuse``           which stage outputs are cached: ``encoded``, ``all`` or ``none``
-    ``precomputed``     the values that the plan needs ready-made
-    ``tell``, ``note``  called with one line for each replan; with the reason where outputs cannot be cached
-    ``check_ordering``  on the simulated accelerator: look for data races, and raise the first (graphrun/sim/ordering.py)
-    ``journal``         gets the states of denoising loops after their steps, and may resume them (`graphrun.ops.steps.Journal`)
+    ``inputs``          may differ from the planned ones in texts and seeds only ``modules``
+    components that are already built, to run several times without reading weights again
+    ``random_weights``  random weights instead of those of the graph's source ``progress``
+    called with (slot, call, calls) at the start of every call into a component ``cache``
+    a folder: measurements are saved there for the next `estimate`, and stage outputs for
+    `precomputed` ``reuse``           which stage outputs are cached: ``encoded``, ``all`` or
+    ``none`` ``precomputed``     the values that the plan needs ready-made ``tell``, ``note``
+    called with one line for each replan; with the reason where outputs cannot be cached
+    ``check_ordering``  on the simulated accelerator: look for data races, and raise the first
+    (graphrun/sim/ordering.py) ``journal``         gets the states of denoising loops after their
+    steps, and may resume them (`graphrun.ops.steps.Journal`)
 
-    Where the device has less memory than planned, or a stage takes more, the remainder is planned again and the run continues.
-    Raises PlanError before anything is loaded where the plan is not for this graph or breaks a rule; OutOfMemory where no plan fits
-    the memory left (outputs of finished stages are saved, and named in the message); TransferFailed or BrokenPlan where execution
-    differs from the plan otherwise. The device is back at its baseline in every case.
+    Where the device has less memory than planned, or a stage takes more, the remainder is planned
+    again and the run continues. Raises PlanError before anything is loaded where the plan is not
+    for this graph or breaks a rule; OutOfMemory where no plan fits the memory left (outputs of
+    finished stages are saved, and named in the message); TransferFailed or BrokenPlan where
+    execution differs from the plan otherwise. The device is back at its baseline in every case.
     """
     from graphrun.batch.cache.keys import choices_of
     from graphrun.batch.cache.reuse import reuse_for
@@ -261,11 +300,20 @@ def run(
     graph.refuse_list()
     graph = graph.until(problem.until)
     graph = graph.without_sources() if random_weights else graph
-    values, remaining = planned_inputs(problem, graph, inputs or {}), graph.with_precomputed(problem.precomputed)
+    values, remaining = (
+        planned_inputs(problem, graph, inputs or {}),
+        graph.with_precomputed(problem.precomputed),
+    )
     refuse_unfit(solution, remaining)
-    options: dict[str, Any] = {"precomputed": _required_values(remaining, precomputed or {}), "journal": journal}
+    options: dict[str, Any] = {
+        "precomputed": _required_values(remaining, precomputed or {}),
+        "journal": journal,
+    }
     if cache is not None and not modules and reuse != "none":
-        choices, outputs_cache = choices_of(solution), reuse_for(graph, values, problem.hardware.label, cache, reuse, (), note)
+        choices, outputs_cache = (
+            choices_of(solution),
+            reuse_for(graph, values, problem.hardware.label, cache, reuse, (), note),
+        )
         options["after_stage"] = lambda stage, outputs: outputs_cache.keep(stage, outputs, choices)
     options["ram_bytes"] = host_ram_bytes() + taken_bytes((modules or {}).values())
     device = open_device(problem, check_ordering=check_ordering)
@@ -276,9 +324,11 @@ def run(
 
 
 def from_pipeline(pipe: Any) -> LivePipeline:
-    """Wraps ``pipe``, a diffusers pipeline with weights on the CPU or on meta, for `estimate`. Its weights are not moved.
+    """Wraps ``pipe``, a diffusers pipeline with weights on the CPU or on meta, for `estimate`. Its
+    weights are not moved.
 
-    ``estimate(from_pipeline(pipe), vram="8G", inputs={"prompt": "a lighthouse", "height": 1024})``. Raises InputError.
+    ``estimate(from_pipeline(pipe), vram="8G", inputs={"prompt": "a lighthouse", "height": 1024})``.
+    Raises InputError.
     """
     from graphrun.diffusers_.description import LivePipeline
 
@@ -306,27 +356,36 @@ def attach(
     cache: Path | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Attachment:
-    """Manages the placement of the weights of ``pipe``, a diffusers pipeline on the CPU; replaces ``pipe.to("cuda")`` and
-    ``enable_model_cpu_offload()``. ``pipe`` may also be any object that holds modules and computes on its ``device``.
+    """Manages the placement of the weights of ``pipe``, a diffusers pipeline on the CPU; replaces
+    ``pipe.to("cuda")`` and ``enable_model_cpu_offload()``. ``pipe`` may also be any object that
+    holds modules and computes on its ``device``.
 
-    Each call of the pipeline (and of its methods and components) is planned within the budgets from a dry run of that call, then
-    executed by the plan. Results are those of a pipeline that is entirely on the device. ``attached.report()`` shows planned and
-    measured numbers of the last call. ``attached.detach()``, or leaving it as a context manager, undoes it.
+    Each call of the pipeline (and of its methods and components) is planned within the budgets from
+    a dry run of that call, then executed by the plan. Results are those of a pipeline that is
+    entirely on the device. ``attached.report()`` shows planned and measured numbers of the last
+    call. ``attached.detach()``, or leaving it as a context manager, undoes it.
 
-    ``components``     of an object that is no pipeline of diffusers: all of its modules with weights, by names for the plan
-    ``entries``        the methods of such an object that are planned; its other methods run as they are
-    ``between_calls``  ``warm``: a call is planned as one of many like it, and weights stay on the device as its plan says;
-                       ``empty``: nothing stays. `Attachment.release` empties the device on demand, and so does an error
-    ``budget``         in place of ``vram``, ``ram``, ``pinned`` and ``disk``: pipelines attached with one `Budget` share it. The
-                       one that is called has all of it; of the others, those called longest ago give way first
-    ``vram``           None or ``auto``: what the device has free now, less 5 %; ``["24G", "12G"]`` of several
-    ``allow``          ``cpu``: components may compute there, which changes outputs
-    ``device``         ``cuda``, ``sim``, ``["cuda:0", "cuda:1"]``, or a `graphrun.runtime.devices.device.Device`
-    ``cache``          a folder of dry runs and plans: a call of a kind that was planned there before is not planned again
-    ``tell``           called with one line where a call is planned, which takes seconds; the line is logged too (``logging``, INFO)
+    ``components``     of an object that is no pipeline of diffusers: all of its modules with
+    weights, by names for the plan ``entries``        the methods of such an object that are
+    planned; its other methods run as they are ``between_calls``  ``warm``: a call is planned as one
+    of many like it, and weights stay on the device as its plan says;
+                       ``empty``: nothing stays. `Attachment.release` empties the device on demand,
+                       and so does an error
+    ``budget``         in place of ``vram``, ``ram``, ``pinned`` and ``disk``: pipelines attached
+    with one `Budget` share it. The
+                       one that is called has all of it; of the others, those called longest ago
+                       give way first
+    ``vram``           None or ``auto``: what the device has free now, less 5 %; ``["24G", "12G"]``
+    of several ``allow``          ``cpu``: components may compute there, which changes outputs
+    ``device``         ``cuda``, ``sim``, ``["cuda:0", "cuda:1"]``, or a
+    `graphrun.runtime.devices.device.Device` ``cache``          a folder of dry runs and plans: a
+    call of a kind that was planned there before is not planned again ``tell``           called with
+    one line where a call is planned, which takes seconds; the line is logged too (``logging``,
+    INFO)
 
-    Other arguments are as for `estimate`. Raises InputError for arguments that mean nothing, and where something else moves the
-    weights already; a call raises ProbeError or Infeasible where it cannot be planned.
+    Other arguments are as for `estimate`. Raises InputError for arguments that mean nothing, and
+    where something else moves the weights already; a call raises ProbeError or Infeasible where it
+    cannot be planned.
     """
     with without_notices():
         from graphrun.diffusers_.attach import Attachment, hardware_of
@@ -345,7 +404,12 @@ def attach(
     refuse_unnamed(pipe, components, methods)
     refuse_placed(pipe)
     own = Budget(vram, ram, pinned, disk)
-    if budget is not None and (own.vram, own.ram, own.pinned, own.disk) != (None, "auto", None, None):
+    if budget is not None and (own.vram, own.ram, own.pinned, own.disk) != (
+        None,
+        "auto",
+        None,
+        None,
+    ):
         raise InputError("budget says what vram, ram, pinned and disk would: leave those out")
     if between_calls not in ("warm", "empty"):
         raise InputError(f"between_calls {between_calls!r}: it is warm or empty")
@@ -357,18 +421,34 @@ def attach(
     if given is None:
         opened = open_devices(cards)
     elif len(given.every) != len(cards):
-        raise InputError(f"vram has budgets of {len(cards)} devices, and device is {len(given.every)}: give a budget for each")
+        raise InputError(
+            f"vram has budgets of {len(cards)} devices, and device is {len(given.every)}: give a budget for each"
+        )
     else:
         opened = given
     rows = zip(several, cards, opened.every, strict=True)
-    vram_bytes, *others = [_free_bytes(at, of) if row.vram in (None, "auto") else _vram_bytes(row.vram, of) for row, of, at in rows]
+    vram_bytes, *others = [
+        _free_bytes(at, of) if row.vram in (None, "auto") else _vram_bytes(row.vram, of)
+        for row, of, at in rows
+    ]
     helpers = tuple(Helper(of, nbytes) for of, nbytes in zip(cards[1:], others, strict=True))
     ram_bytes = ram_budget(budget.ram, components_of(pipe, components).values())
     host = _size(budget.pinned, "pinned", ram_bytes), _size(budget.disk, "disk")
-    demands = Directives(strings(keep), strings(exclude), _size(reserve, "reserve") or 0, strings(pin))
-    limits = Limits(vram_bytes, ram_bytes, *host, RUNS if between_calls == "warm" else 1, strings(allow), helpers)
+    demands = Directives(
+        strings(keep), strings(exclude), _size(reserve, "reserve") or 0, strings(pin)
+    )
+    limits = Limits(
+        vram_bytes,
+        ram_bytes,
+        *host,
+        RUNS if between_calls == "warm" else 1,
+        strings(allow),
+        helpers,
+    )
     store = CallStore(Store(cache)) if cache is not None else None
-    return Attachment(pipe, opened, cards[0], limits, demands, budget, tell, store, components, methods)
+    return Attachment(
+        pipe, opened, cards[0], limits, demands, budget, tell, store, components, methods
+    )
 
 
 def planned_inputs(problem: Problem, graph: Graph, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -382,22 +462,27 @@ def planned_inputs(problem: Problem, graph: Graph, inputs: Mapping[str, Any]) ->
 
 
 def _required_values(graph: Graph, precomputed: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of ``precomputed`` that ``graph`` reads. Raises PlanError naming those that are missing."""
+    """The values of ``precomputed`` that ``graph`` reads. Raises PlanError naming those that are
+    missing."""
     wanted = [str(reference).removeprefix("$") for reference in graph.precomputed]
     if missing := [name for name in wanted if name not in precomputed]:
-        raise PlanError(f"the plan needs precomputed values: pass {', '.join(missing)} in precomputed=, or plan again without them")
+        raise PlanError(
+            f"the plan needs precomputed values: pass {', '.join(missing)} in precomputed=, or plan again without them"
+        )
     return {name: precomputed[name] for name in wanted}
 
 
 def _hardware(asked: str | Hardware | None, cache: Path | None) -> Hardware:
-    """The hardware ``asked`` for: itself, by name (a profile or a prior), or by default the card found, else a prior."""
+    """The hardware ``asked`` for: itself, by name (a profile or a prior), or by default the card
+    found, else a prior."""
     from graphrun.profile.hardware_profiles import chosen
 
     return chosen(asked, cache)
 
 
 def _devices(vram: Any, hardware: Any, cache: Path | None) -> list[tuple[Hardware, int]]:
-    """The hardware and the VRAM budget of each device. Raises InputError where they are not of one kind."""
+    """The hardware and the VRAM budget of each device. Raises InputError where they are not of one
+    kind."""
     from graphrun.profile.several import per_device
 
     found = [(_hardware(of.hardware, cache), of.vram) for of in per_device(vram, hardware)]
@@ -412,18 +497,24 @@ def _require_one_kind(cards: Sequence[Hardware]) -> None:
 
 
 def _vram_bytes(vram: str | int, hardware: Hardware) -> int:
-    """Bytes of a VRAM budget; a share of the simulated device means nothing, since it has no memory of its own."""
-    return parse_size(vram, whole_bytes=hardware.capacity_bytes if hardware.device != "sim" else None, name="vram")
+    """Bytes of a VRAM budget; a share of the simulated device means nothing, since it has no memory
+    of its own."""
+    return parse_size(
+        vram, whole_bytes=hardware.capacity_bytes if hardware.device != "sim" else None, name="vram"
+    )
 
 
 def _free_bytes(device: Device, hardware: Hardware) -> int:
-    """The default budget (`graphrun.profile.hardware.budget_of`), of the smaller of the device's memory and what it has free,
-    context and workspace included. Raises InputError for a simulated device without a limit."""
+    """The default budget (`graphrun.profile.hardware.budget_of`), of the smaller of the device's
+    memory and what it has free, context and workspace included. Raises InputError for a simulated
+    device without a limit."""
     from graphrun.profile.hardware import budget_of
 
     available_bytes = device.available_bytes + hardware.context_bytes + hardware.workspace_bytes
     if hardware.device == "sim" and available_bytes >= hardware.capacity_bytes:
-        raise InputError("the simulated device has no memory of its own: give vram, such as vram='8G'")
+        raise InputError(
+            "the simulated device has no memory of its own: give vram, such as vram='8G'"
+        )
     return budget_of(min(available_bytes, hardware.capacity_bytes))
 
 

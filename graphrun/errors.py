@@ -1,4 +1,5 @@
-"""Errors that graphrun raises on purpose. A message says what is wrong, where, and what to do; each class has an exit code."""
+"""Errors that graphrun raises on purpose. A message says what is wrong, where, and what to do; each
+class has an exit code."""
 
 from __future__ import annotations
 
@@ -25,15 +26,18 @@ class GraphError(InputError):
 
 
 class StageError(GraphError):
-    """The pipeline's own code failed in a stage: an input that it does not take, parts that do not fit each other."""
+    """The pipeline's own code failed in a stage: an input that it does not take, parts that do not
+    fit each other."""
 
 
 class PlanError(InputError):
-    """A plan is refused before the run starts: its text is malformed, a digest differs, or it violates a rule."""
+    """A plan is refused before the run starts: its text is malformed, a digest differs, or it
+    violates a rule."""
 
 
 class BrokenPlan(GraphrunError):
-    """A run deviated from its plan: memory cap exceeded, component called out of order, bytes not released."""
+    """A run deviated from its plan: memory cap exceeded, component called out of order, bytes not
+    released."""
 
     exit_code = 4
 
@@ -41,9 +45,10 @@ class BrokenPlan(GraphrunError):
 class OutOfMemory(BrokenPlan):
     """The device refused an allocation although the plan respects the budget.
 
-    ``phase`` and ``part`` name the slot in which it happened ("": outside of any slot). ``planned_bytes`` and ``peak_bytes`` are
-    the planned and the measured peak of that slot, ``available_bytes`` what this process could allocate in total at that moment.
-    ``helper``: number of the helper that refused it; 0: the device itself.
+    ``phase`` and ``part`` name the slot in which it happened ("": outside of any slot).
+    ``planned_bytes`` and ``peak_bytes`` are the planned and the measured peak of that slot,
+    ``available_bytes`` what this process could allocate in total at that moment. ``helper``: number
+    of the helper that refused it; 0: the device itself.
     """
 
     helper = 0
@@ -63,7 +68,8 @@ class DeviceLost(BrokenPlan):
 
 
 class PlanningInterrupted(KeyboardInterrupt):
-    """Planning was interrupted by Ctrl-C. ``best()`` returns the best `Solution` so far, with its bound; None where there is none.
+    """Planning was interrupted by Ctrl-C. ``best()`` returns the best `Solution` so far, with its
+    bound; None where there is none.
 
     ``infeasible``: no plan fits, and what would help was searched.
     """

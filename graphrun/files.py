@@ -2,10 +2,12 @@
 
 Files: a file exists completely under its name or not at all, whichever process is killed when.
 
-    lock .a.png.new-x7k2p9qd.lock, write .a.png.new-x7k2p9qd -> rename to a.png    a process that is killed in between leaves both;
-    the next write of a.png removes every .a.png.new-* whose lock no process has
+    lock .a.png.new-x7k2p9qd.lock, write .a.png.new-x7k2p9qd -> rename to a.png    a process that is
+    killed in between leaves both; the next write of a.png removes every .a.png.new-* whose lock no
+    process has
 
-Entries: a damaged entry counts as absent. Entries may vanish or be written by several processes at once.
+Entries: a damaged entry counts as absent. Entries may vanish or be written by several processes at
+once.
 
     <folder>/<kind>-<key>.json       first line: SHA-256 of the second; second line: the data
 """
@@ -30,7 +32,8 @@ from graphrun.units import MIB
 
 
 def write_whole(path: Path, write: Callable[[Path], Any], *, lasting: bool = False) -> None:
-    """Calls ``write(temporary)``, then renames the temporary file to ``path``. Removes temporary files of killed processes first.
+    """Calls ``write(temporary)``, then renames the temporary file to ``path``. Removes temporary
+    files of killed processes first.
 
     ``lasting``: `os.fsync` before renaming. Raises OSError.
     """
@@ -53,23 +56,33 @@ def python_digest(*places: Path) -> str:
 
 
 def package_digest(package: str) -> str:
-    """`python_digest` of the code of ``package``, without importing it; "" where it is not found."""
+    """`python_digest` of the code of ``package``, without importing it; "" where it is not
+    found."""
     try:
         spec = find_spec(package)
     except ValueError:  # it runs without a file of its own, such as __main__
         return ""
-    return python_digest(*map(Path, spec.submodule_search_locations or filter(None, [spec.origin]))) if spec is not None else ""
+    return (
+        python_digest(*map(Path, spec.submodule_search_locations or filter(None, [spec.origin])))
+        if spec is not None
+        else ""
+    )
 
 
 def sweep(path: Path) -> None:
-    """Removes temporary files of ``path`` left by killed processes. Those of running processes are locked and stay."""
+    """Removes temporary files of ``path`` left by killed processes. Those of running processes are
+    locked and stay."""
     _remove_unlocked(path.parent, f"{glob.escape(_prefix(path))}*")
 
 
 def _remove_unlocked(folder: Path, pattern: str) -> None:
-    for leftover in {path.with_name(path.name.removesuffix(_LOCK)) for path in folder.glob(pattern)}:
+    for leftover in {
+        path.with_name(path.name.removesuffix(_LOCK)) for path in folder.glob(pattern)
+    }:
         with contextlib.suppress(OSError):
-            if (lock := take_lock(locked_by := leftover.with_name(f"{leftover.name}{_LOCK}"))) is not None:
+            if (
+                lock := take_lock(locked_by := leftover.with_name(f"{leftover.name}{_LOCK}"))
+            ) is not None:
                 leftover.unlink(missing_ok=True)
                 lock.release()
                 locked_by.unlink(missing_ok=True)
@@ -107,12 +120,15 @@ LIMIT_BYTES = 128 * MIB
 
 def digest_of(content: Any) -> str:
     """First 32 hexadecimal digits of SHA-256 over the canonical JSON form of ``content``."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:32]
+    return hashlib.sha256(
+        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()[:32]
 
 
 class Store:
-    """JSON entries by kind and key in ``folder``, which is created with the first entry. Above ``limit_bytes`` in all, the least
-    recently used entries are removed. If the folder cannot be written to, nothing is stored, without an error."""
+    """JSON entries by kind and key in ``folder``, which is created with the first entry. Above
+    ``limit_bytes`` in all, the least recently used entries are removed. If the folder cannot be
+    written to, nothing is stored, without an error."""
 
     def __init__(self, folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
         self.folder = folder

@@ -21,7 +21,15 @@ if TYPE_CHECKING:
     from graphrun.runtime.devices.device import Device
 
 
-OF_CLUSTER = ("vram", "ram", "pinned", "disk", "hardware", "runs")  # what a cluster takes the place of
+# what a cluster takes the place of
+OF_CLUSTER = (
+    "vram",
+    "ram",
+    "pinned",
+    "disk",
+    "hardware",
+    "runs",
+)
 
 
 def run_many(
@@ -43,18 +51,22 @@ def run_many(
     objective: Literal["throughput", "latency"] = "throughput",
     **budgets: Any,
 ) -> Batch:
-    """Runs ``graph`` for each of ``inputs``, mappings of inputs or prompts, or for one alone. ``common``: inputs that all share.
+    """Runs ``graph`` for each of ``inputs``, mappings of inputs or prompts, or for one alone.
+    ``common``: inputs that all share.
 
-    Runs request by request or stage by stage, whichever is predicted fastest, in groups that fit RAM and disk. Weights stay loaded
-    from run to run where the plan says so, and equal stages run once. The items of a list (``for_each``) are run as requests are,
-    and what is made of them is a list. ``budgets``: arguments of `estimate`. ``resume``: a folder for the state of the batch; a
-    call with the same folder resumes after the last finished request, item, stage or denoising step, and ends with the same bits.
-    ``sink`` is called with the outputs of each finished request and returns the files it wrote; without
-    it the outputs are in the result. A request whose run fails is in the result's ``errors``; ``strict`` raises its error instead.
-    Other arguments are as for `run`.
+    Runs request by request or stage by stage, whichever is predicted fastest, in groups that fit
+    RAM and disk. Weights stay loaded from run to run where the plan says so, and equal stages run
+    once. The items of a list (``for_each``) are run as requests are, and what is made of them is a
+    list. ``budgets``: arguments of `estimate`. ``resume``: a folder for the state of the batch; a
+    call with the same folder resumes after the last finished request, item, stage or denoising
+    step, and ends with the same bits. ``sink`` is called with the outputs of each finished request
+    and returns the files it wrote; without it the outputs are in the result. A request whose run
+    fails is in the result's ``errors``; ``strict`` raises its error instead. Other arguments are as
+    for `run`.
 
-    ``cluster``: a cluster file, whose devices run the stages within the budgets that it has, placed as by `graphrun plan --cluster`
-    for ``objective``. A request then resumes after its last finished stage. Raises InputError where Ray is missing.
+    ``cluster``: a cluster file, whose devices run the stages within the budgets that it has, placed
+    as by `graphrun plan --cluster` for ``objective``. A request then resumes after its last
+    finished stage. Raises InputError where Ray is missing.
     """
     from graphrun.batch import queue
     from graphrun.batch.cache.reuse import Reuse, reuse_for
@@ -79,17 +91,28 @@ def run_many(
             from graphrun.cluster.actors import OnCluster
             from graphrun.cluster.machines import Cluster, read_cluster
 
-            own = {"modules": modules, "device": device} | {name: budgets.pop(name, None) for name in OF_CLUSTER}
+            own = {"modules": modules, "device": device} | {
+                name: budgets.pop(name, None) for name in OF_CLUSTER
+            }
             if given := [name for name, value in own.items() if value is not None]:
-                raise InputError(f"{', '.join(given)}: leave out with a cluster, which has the budgets and the devices")
+                raise InputError(
+                    f"{', '.join(given)}: leave out with a cluster, which has the budgets and the devices"
+                )
             if objective not in ("throughput", "latency"):
-                raise InputError(f"objective {objective!r} is not known; it is throughput or latency")
-            devices = cluster if isinstance(cluster, Cluster) else read_cluster(Path(cluster), cache)
+                raise InputError(
+                    f"objective {objective!r} is not known; it is throughput or latency"
+                )
+            devices = (
+                cluster if isinstance(cluster, Cluster) else read_cluster(Path(cluster), cache)
+            )
             cards = list[Any]()
             elsewhere = stack.enter_context(OnCluster(devices, objective, cache, budgets))
             device_name = devices.label
         else:
-            cards = [chosen(of.hardware, cache) for of in per_device(budgets.get("vram"), budgets.pop("hardware", None))]
+            cards = [
+                chosen(of.hardware, cache)
+                for of in per_device(budgets.get("vram"), budgets.pop("hardware", None))
+            ]
             device_name = cards[0].label
             # "auto" is resolved once: what is left changes during the batch
             budgets["ram"] = ram_budget(budgets.get("ram", "auto"), (modules or {}).values())

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 DROPPED = {
-    # diffusers imports bitsandbytes. That looks for an optional package, whose product of 4-bit weights is faster on a CPU.
+    # diffusers imports bitsandbytes. That looks for an optional package, whose product of 4-bit
+    # weights is faster on a CPU.
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community",
-    # diffusers imports image processors by the names of those that need torchvision. Without it they are the former ones.
+    # diffusers imports image processors by the names of those that need torchvision. Without it
+    # they are the former ones.
     "transformers.utils.import_utils": "requires torchvision (not installed); falling back to",
 }
 """Logger -> a part of the line."""
@@ -28,8 +30,8 @@ class _Without(logging.Filter):
 
 @contextmanager
 def without_notices() -> Iterator[None]:
-    """A context in which the lines of `DROPPED` are dropped: imports by graphrun, and processes of its own. The
-    loggers are as before at its end."""
+    """A context in which the lines of `DROPPED` are dropped: imports by graphrun, and processes of
+    its own. The loggers are as before at its end."""
     filters = {name: _Without(part) for name, part in DROPPED.items()}
     for name, dropped in filters.items():
         logging.getLogger(name).addFilter(dropped)

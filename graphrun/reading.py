@@ -1,7 +1,9 @@
-"""Reads files that may be malformed or hostile: regular files of bounded size, JSON of bounded nesting and digits.
+"""Reads files that may be malformed or hostile: regular files of bounded size, JSON of bounded
+nesting and digits.
 
-Everything that graphrun parses itself is read here; what a library parses (pictures, safetensors) is opened here first, so that a
-named pipe or a device is refused and never waited for. Errors are of the class ``kind`` and name the file.
+Everything that graphrun parses itself is read here; what a library parses (pictures, safetensors)
+is opened here first, so that a named pipe or a device is refused and never waited for. Errors are
+of the class ``kind`` and name the file.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ from graphrun.limits import LIMITS, require
 Kind = type[InputError]
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-# Controls and marks that move the cursor, change colours or reorder text: C0 and C1 without tab and line feed, and Unicode's
-# bidirectional formatting characters (UAX 9, table 4) and line separators.
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# Controls and marks that move the cursor, change colours or reorder text: C0 and C1 without tab and
+# line feed, and Unicode's bidirectional formatting characters (UAX 9, table 4) and line separators.
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 # Opening a named pipe would wait for its writer; Windows has neither flag.
@@ -38,11 +42,18 @@ def opened(path: Path, kind: Kind = InputError) -> io.BufferedReader:
         mode = os.fstat(handle).st_mode
         if not stat.S_ISREG(mode):
             os.close(handle)
-            raise kind(f"cannot be read: {'Is a directory' if stat.S_ISDIR(mode) else 'it is not a regular file'}", str(path))
+            raise kind(
+                f"cannot be read: {'Is a directory' if stat.S_ISDIR(mode) else 'it is not a regular file'}",
+                str(path),
+            )
         return os.fdopen(handle, "rb")
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
         absent = isinstance(error, FileNotFoundError)
-        reason = "no such file" if absent else f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        reason = (
+            "no such file"
+            if absent
+            else f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        )
         raise kind(reason, str(path)) from None
 
 
@@ -78,9 +89,14 @@ def read_json(path: Path, kind: Kind = InputError, *, infinite: bool = False) ->
 
 
 def parse_json(text: str | bytes, *, infinite: bool = False) -> Any:
-    """The JSON value in ``text``. Raises ValueError where it is none, nests too deeply, or has a number or text that is of no use:
-    too many digits, not finite, half of a surrogate pair. ``infinite``: infinities are read, which diffusers writes."""
-    constant = (lambda name: float(name) if name != "NaN" else _refuse_constant(name)) if infinite else _refuse_constant
+    """The JSON value in ``text``. Raises ValueError where it is none, nests too deeply, or has a
+    number or text that is of no use: too many digits, not finite, half of a surrogate pair.
+    ``infinite``: infinities are read, which diffusers writes."""
+    constant = (
+        (lambda name: float(name) if name != "NaN" else _refuse_constant(name))
+        if infinite
+        else _refuse_constant
+    )
     try:
         data = json.loads(text, parse_int=_integer, parse_constant=constant)
     except RecursionError:
@@ -121,7 +137,8 @@ class LibraryPanic(RuntimeError):
 
 @contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Raise LibraryPanic in place of pyo3's exception, which is no Exception, as KeyboardInterrupt is none."""
+    """Raise LibraryPanic in place of pyo3's exception, which is no Exception, as KeyboardInterrupt
+    is none."""
     try:
         yield
     except BaseException as error:
@@ -132,13 +149,17 @@ def panics_as_errors() -> Iterator[None]:
 
 
 def refuse_surrogates(text: str) -> None:
-    """Raises ValueError where ``text`` has half of a surrogate pair: an escape in a file, or a byte of a command line."""
+    """Raises ValueError where ``text`` has half of a surrogate pair: an escape in a file, or a byte
+    of a command line."""
     if not text.isascii() and (found := _SURROGATE.search(text)):
-        raise ValueError(f"character {found.start() + 1} is half of a surrogate pair or not UTF-8: {found[0]!r}")
+        raise ValueError(
+            f"character {found.start() + 1} is half of a surrogate pair or not UTF-8: {found[0]!r}"
+        )
 
 
 def inside(folder: Path, name: Any, what: str, where: str = "", kind: Kind = InputError) -> Path:
-    """``folder``/``name`` for a ``name`` that a file gave. Raises ``kind`` where that is not a path below ``folder``."""
+    """``folder``/``name`` for a ``name`` that a file gave. Raises ``kind`` where that is not a path
+    below ``folder``."""
     parts = name.split("/") if isinstance(name, str) else [""]
     if "\0" in str(name) or any(part in ("", ".", "..") or len(part) > 255 for part in parts):
         raise kind(f"{what} {str(name)[:100]!r}, which is no name of a file below {folder}", where)
@@ -158,5 +179,6 @@ def quoted(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """``text`` with characters that a terminal acts on, or that reorder text, as escapes: ``\\x1b``, ``\\u202e``."""
+    """``text`` with characters that a terminal acts on, or that reorder text, as escapes:
+    ``\\x1b``, ``\\u202e``."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -1,13 +1,16 @@
-"""Caching of dry runs, problems and plans on disk: what each entry's key depends on, and when an entry is ignored.
+"""Caching of dry runs, problems and plans on disk: what each entry's key depends on, and when an
+entry is ignored.
 
-    dry run    graph, inputs, versions of the libraries, graphrun's own source        any hardware, any budget
-    problem    dry run + hardware + budgets                                           read without importing torch
-    call       state of an attached pipeline, signature of the call, versions         its dry run
-    plan       the problem's digest + graphrun's own source                           read without importing highspy
-    measured   device, versions, component, shapes (`graphrun.profile.feedback`)      applied to a problem when it is read
+    dry run    graph, inputs, versions of the libraries, graphrun's own source        any hardware,
+    any budget problem    dry run + hardware + budgets
+    read without importing torch call       state of an attached pipeline, signature of the call,
+    versions         its dry run plan       the problem's digest + graphrun's own source
+    read without importing highspy measured   device, versions, component, shapes
+    (`graphrun.profile.feedback`)      applied to a problem when it is read
 
-Without a folder everything works the same and nothing is stored. Torch is imported only to make a dry run. Those of graphrun's own
-graphs at their defaults are in the wheel (`ship`), and hold where the libraries have the versions that they were made with.
+Without a folder everything works the same and nothing is stored. Torch is imported only to make a
+dry run. Those of graphrun's own graphs at their defaults are in the wheel (`ship`), and hold where
+the libraries have the versions that they were made with.
 """
 
 from __future__ import annotations
@@ -35,7 +38,13 @@ from graphrun.graph.media import told
 from graphrun.model.plan import parse
 from graphrun.model.problem import Hardware, Problem
 from graphrun.model.solution import Solution
-from graphrun.modules.source_files import commits_of, config_file, file_stamps, local_folder, local_place
+from graphrun.modules.source_files import (
+    commits_of,
+    config_file,
+    file_stamps,
+    local_folder,
+    local_place,
+)
 from graphrun.profile.feedback import informed, keep_shapes
 from graphrun.profile.problems import Limits, option_phases_of, problem_of
 from graphrun.profile.recording import DryRun
@@ -47,7 +56,8 @@ from graphrun.verify.solution import checked_solution
 if TYPE_CHECKING:
     from graphrun.solve.frontier import Frontier
 
-# Dry runs that come with graphrun, as entries; in a checkout there are none, or those of the last wheel that was built.
+# Dry runs that come with graphrun, as entries; in a checkout there are none, or those of the last
+# wheel that was built.
 SHIPPED = Path(__file__).parent / "dry_runs"
 
 # Packages whose code a dry run of a diffusers pipeline executes, or whose presence changes it.
@@ -60,21 +70,42 @@ UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, PlanE
 _Entry = TypeVar("_Entry")
 
 
-def problem_for(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits: Limits, store: Store | None) -> Problem:
-    """The problem of running ``graph`` with resolved ``inputs``: read from ``store``, else made and stored.
+def problem_for(
+    graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits: Limits, store: Store | None
+) -> Problem:
+    """The problem of running ``graph`` with resolved ``inputs``: read from ``store``, else made and
+    stored.
 
     Measurements of earlier runs in ``store`` replace traced numbers.
     """
     traced = trace_key(graph, inputs) if store is not None else None
     key = ""
     if traced is not None:
-        sources = [sorted(c.name for c in graph.components.values() if c.source is not None), commits_of(graph.components.values())]
-        settings = {name: told(value) for name, value in inputs.items() if not isinstance(value, str)}
-        key = digest_of([traced, graph.name, settings, asdict(hardware), asdict(limits), asdict(graph.directives), sources])
+        sources = [
+            sorted(c.name for c in graph.components.values() if c.source is not None),
+            commits_of(graph.components.values()),
+        ]
+        settings = {
+            name: told(value) for name, value in inputs.items() if not isinstance(value, str)
+        }
+        key = digest_of(
+            [
+                traced,
+                graph.name,
+                settings,
+                asdict(hardware),
+                asdict(limits),
+                asdict(graph.directives),
+                sources,
+            ]
+        )
     problem = _stored(store, "problem", key, TypeAdapter(Problem).validate_python)
     if problem is None:
         chosen = option_phases_of(graph, limits.allow)
-        with_options = [(stage, name, _dry_run(graph, inputs, store, traced, {stage: name})) for stage, name in chosen]
+        with_options = [
+            (stage, name, _dry_run(graph, inputs, store, traced, {stage: name}))
+            for stage, name in chosen
+        ]
         probed = _dry_run(graph, inputs, store, traced)
         problem = problem_of(graph, probed, hardware, limits, inputs, with_options)
         if store is not None:
@@ -84,14 +115,25 @@ def problem_for(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, lim
     return informed(problem, store)
 
 
-def dry_run(graph: Graph, inputs: Mapping[str, Any], store: Store | None, options: Mapping[str, str] | None = None) -> DryRun:
-    """The dry run of ``graph`` with resolved ``inputs`` and the stage ``options`` (stage -> name): read from ``store``, else made,
-    which takes seconds, and stored."""
-    return _dry_run(graph, inputs, store, trace_key(graph, inputs) if store is not None else None, options)
+def dry_run(
+    graph: Graph,
+    inputs: Mapping[str, Any],
+    store: Store | None,
+    options: Mapping[str, str] | None = None,
+) -> DryRun:
+    """The dry run of ``graph`` with resolved ``inputs`` and the stage ``options`` (stage -> name):
+    read from ``store``, else made, which takes seconds, and stored."""
+    return _dry_run(
+        graph, inputs, store, trace_key(graph, inputs) if store is not None else None, options
+    )
 
 
 def _dry_run(
-    graph: Graph, inputs: Mapping[str, Any], store: Store | None, traced: str | None, options: Mapping[str, str] | None = None
+    graph: Graph,
+    inputs: Mapping[str, Any],
+    store: Store | None,
+    traced: str | None,
+    options: Mapping[str, str] | None = None,
 ) -> DryRun:
     """As `dry_run`, with the `trace_key` ``traced`` and the stage ``options`` (stage -> name)."""
     key = _with_options(traced, options)
@@ -111,7 +153,8 @@ def _with_options(traced: str | None, options: Mapping[str, str] | None) -> str:
 
 
 def ship(names: Iterable[str], folder: Path = SHIPPED) -> None:
-    """Makes dry runs of graphrun's own graphs called ``names``, at their defaults, for a wheel. Replaces what is in ``folder``.
+    """Makes dry runs of graphrun's own graphs called ``names``, at their defaults, for a wheel.
+    Replaces what is in ``folder``.
 
     Graphs that name classes of other packages are left out: only a caller may trust these.
     """
@@ -124,11 +167,18 @@ def ship(names: Iterable[str], folder: Path = SHIPPED) -> None:
             continue
         inputs = graph.for_planning({})
         for options in ({}, *({stage: option} for stage, option in option_phases_of(graph, ()))):
-            store.put("trace", _with_options(shipped_key(graph, inputs), options), _probe(graph, inputs, options).to_json())
+            store.put(
+                "trace",
+                _with_options(shipped_key(graph, inputs), options),
+                _probe(graph, inputs, options).to_json(),
+            )
 
 
-def _stored(store: Store | None, kind: str, key: str, read: Callable[[Any], _Entry]) -> _Entry | None:
-    """The entry of ``store`` as ``read`` makes it; None without a key, and where there is no entry or it is damaged."""
+def _stored(
+    store: Store | None, kind: str, key: str, read: Callable[[Any], _Entry]
+) -> _Entry | None:
+    """The entry of ``store`` as ``read`` makes it; None without a key, and where there is no entry
+    or it is damaged."""
     found = store.get(kind, key) if store is not None and key else None
     try:
         return read(found) if found is not None else None
@@ -136,8 +186,11 @@ def _stored(store: Store | None, kind: str, key: str, read: Callable[[Any], _Ent
         return None
 
 
-def solution_for(problem: Problem, store: Store | None, solved: Callable[[float], None] | None = None) -> Solution:
-    """The best plan for ``problem``: read from ``store`` and checked, else solved and stored. Raises Infeasible.
+def solution_for(
+    problem: Problem, store: Store | None, solved: Callable[[float], None] | None = None
+) -> Solution:
+    """The best plan for ``problem``: read from ``store`` and checked, else solved and stored.
+    Raises Infeasible.
 
     ``solved`` is called with the seconds that solving took, and not at all for a stored plan.
     """
@@ -153,8 +206,11 @@ def solution_for(problem: Problem, store: Store | None, solved: Callable[[float]
     return solution
 
 
-def fitting_for(problem: Problem, store: Store | None, step: Callable[[str], None] | None = None) -> Solution | None:
-    """As `solution_for`, but None where nothing fits. ``step``: called with the budget as text before a solve."""
+def fitting_for(
+    problem: Problem, store: Store | None, step: Callable[[str], None] | None = None
+) -> Solution | None:
+    """As `solution_for`, but None where nothing fits. ``step``: called with the budget as text
+    before a solve."""
     if (stored := _stored_plan(problem, store)) is not None:
         return stored
     from graphrun.solve.pages import solved
@@ -166,9 +222,11 @@ def fitting_for(problem: Problem, store: Store | None, step: Callable[[str], Non
     return solution
 
 
-def advice_for(problem: Problem, solution: Solution, options: Callable[[], Iterable[Any]], store: Store | None) -> tuple[Any, ...]:
-    """`graphrun.solve.advice` for ``solution``, the plan of ``problem``: read from ``store``, else solved for and stored.
-    ``options``: repairs that take dry runs."""
+def advice_for(
+    problem: Problem, solution: Solution, options: Callable[[], Iterable[Any]], store: Store | None
+) -> tuple[Any, ...]:
+    """`graphrun.solve.advice` for ``solution``, the plan of ``problem``: read from ``store``, else
+    solved for and stored. ``options``: repairs that take dry runs."""
     from graphrun.solve.advice import advice, worthwhile  # imports highspy
     from graphrun.solve.repairs import Repair
 
@@ -187,8 +245,8 @@ def frontier_for(
     device: int = 0,
     step: Callable[[str], None] | None = None,
 ) -> Frontier:
-    """`graphrun.solve.frontier.frontier`, with plans read from ``store`` and kept there: that of a smaller budget too, where it is
-    the faster one. ``step``: as for `fitting_for`."""
+    """`graphrun.solve.frontier.frontier`, with plans read from ``store`` and kept there: that of a
+    smaller budget too, where it is the faster one. ``step``: as for `fitting_for`."""
     from graphrun.solve.frontier import at_budget, frontier  # imports highspy
 
     points = frontier(problem, budgets, lambda of: fitting_for(of, store, step), device)
@@ -198,9 +256,12 @@ def frontier_for(
     return points
 
 
-def curve_for(problem: Problem, solution: Solution, store: Store | None, step: Callable[[str], None]) -> Frontier:
-    """`graphrun.solve.frontier.curve` through ``solution``, the plan of ``problem``, with other plans read from ``store`` and kept
-    there. ``solution`` is not kept: it may be from a file, which can claim any proof. ``step``: as for `fitting_for`."""
+def curve_for(
+    problem: Problem, solution: Solution, store: Store | None, step: Callable[[str], None]
+) -> Frontier:
+    """`graphrun.solve.frontier.curve` through ``solution``, the plan of ``problem``, with other
+    plans read from ``store`` and kept there. ``solution`` is not kept: it may be from a file, which
+    can claim any proof. ``step``: as for `fitting_for`."""
     from graphrun.solve.frontier import curve  # imports highspy
 
     return curve(problem, solution, lambda changed: fitting_for(changed, store, step))
@@ -208,17 +269,28 @@ def curve_for(problem: Problem, solution: Solution, store: Store | None, step: C
 
 def _stored_plan(problem: Problem, store: Store | None) -> Solution | None:
     def read(found: Any) -> Solution | None:
-        return checked_solution(split_into_layers(problem, found["layers"]), parse(found["plan"]), *found["proof"])
+        return checked_solution(
+            split_into_layers(problem, found["layers"]), parse(found["plan"]), *found["proof"]
+        )
 
     return _stored(store, "plan", _plan_key(problem), read) if store is not None else None
 
 
 def keep_plan(problem: Problem, solution: Solution, store: Store | None) -> None:
-    """Stores ``solution`` as the best plan for ``problem``, whose components are as they were before any was split."""
+    """Stores ``solution`` as the best plan for ``problem``, whose components are as they were
+    before any was split."""
     if store is not None:
         proof = [getattr(solution, field.name) for field in fields(Solution)[3:]]
-        layers = [component.name for component in solution.problem.components if component.granularity == "layers"]
-        store.put("plan", _plan_key(problem), {"plan": str(solution.plan), "layers": layers, "proof": proof})
+        layers = [
+            component.name
+            for component in solution.problem.components
+            if component.granularity == "layers"
+        ]
+        store.put(
+            "plan",
+            _plan_key(problem),
+            {"plan": str(solution.plan), "layers": layers, "proof": proof},
+        )
 
 
 class CallStore:
@@ -236,8 +308,9 @@ class CallStore:
         return _stored(self._store, "call", self._key(packages, content), lambda data: data)
 
     def keep(self, packages: Iterable[str], content: Any, data: Any) -> None:
-        """Stores ``data`` for a call that ``content`` describes, of a pipeline whose classes are from ``packages``. Not where one
-        of these is not among the libraries, whose versions are in the key."""
+        """Stores ``data`` for a call that ``content`` describes, of a pipeline whose classes are
+        from ``packages``. Not where one of these is not among the libraries, whose versions are in
+        the key."""
         if key := self._key(packages, content):
             self._store.put("call", key, data)
 
@@ -253,10 +326,12 @@ def _plan_key(problem: Problem) -> str:
 
 
 def trace_key(graph: Graph, inputs: Mapping[str, Any]) -> str | None:
-    """Key of everything that a dry run depends on; None where the code of a trusted package is not found.
+    """Key of everything that a dry run depends on; None where the code of a trusted package is not
+    found.
 
-    It does not depend on hardware, on a seed, or on the text of a prompt, because pipelines pad it; no prompt and an empty prompt
-    do differ. Local weight files count by name, size and modification time.
+    It does not depend on hardware, on a seed, or on the text of a prompt, because pipelines pad it;
+    no prompt and an empty prompt do differ. Local weight files count by name, size and modification
+    time.
     """
     trusted = {name: package_digest(name) for name in graph.trust}
     if not all(trusted.values()):
@@ -266,41 +341,65 @@ def trace_key(graph: Graph, inputs: Mapping[str, Any]) -> str | None:
 
 
 def shipped_key(graph: Graph, inputs: Mapping[str, Any]) -> str | None:
-    """`trace_key` for a dry run made on another machine: of a library its release counts, and not when it was installed or for
-    which device it was built (``2.13.0`` of ``2.13.0+cpu``)."""
+    """`trace_key` for a dry run made on another machine: of a library its release counts, and not
+    when it was installed or for which device it was built (``2.13.0`` of ``2.13.0+cpu``)."""
     versions = {name: _installed_version(name) for name in LIBRARIES}
-    return _key(graph, inputs, {name: found and found[0].partition("+")[0] for name, found in versions.items()})
+    return _key(
+        graph,
+        inputs,
+        {name: found and found[0].partition("+")[0] for name, found in versions.items()},
+    )
 
 
 def _key(graph: Graph, inputs: Mapping[str, Any], versions: Any) -> str | None:
     if (sources := _sources(graph)) is None:
         return None
-    return digest_of([graph.digest, list(graph.trust), _settings(graph, inputs), [versions, own_source()], sources])
+    return digest_of(
+        [
+            graph.digest,
+            list(graph.trust),
+            _settings(graph, inputs),
+            [versions, own_source()],
+            sources,
+        ]
+    )
 
 
 def _sources(graph: Graph) -> list[Any] | None:
-    """State of the local sources of a graph: contents of configurations, and sizes and modification times of weights. None where a
-    configuration that it needs is not on this machine."""
+    """State of the local sources of a graph: contents of configurations, and sizes and modification
+    times of weights. None where a configuration that it needs is not on this machine."""
     found: list[Any] = []
     for c in graph.components.values():
-        paths = [path for source in (c.source, c.gguf) if source and (path := local_place(source)) is not None]
+        paths = [
+            path
+            for source in (c.source, c.gguf)
+            if source and (path := local_place(source)) is not None
+        ]
         config = None if c.has_config else config_file(c.source)
         if not c.has_config and config is None:
             return None
         text = read_text(config) if config is not None else ""
-        found.append([c.name, text, c.variant, *(file_stamps(path, c.where, c.variant) for path in paths)])
+        found.append(
+            [c.name, text, c.variant, *(file_stamps(path, c.where, c.variant) for path in paths)]
+        )
     for p in graph.parts.values():
         if not (p.has_config or p.file):
             folder = local_folder(p.source)
             if folder is None:
                 return None
             files = sorted(path for path in folder.iterdir() if path.is_file())
-            found.append([p.name, [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]])
+            found.append(
+                [
+                    p.name,
+                    [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files],
+                ]
+            )
     return found
 
 
 def _settings(graph: Graph, inputs: Mapping[str, Any]) -> dict[str, str]:
-    """The inputs that stages use, as text; of a prompt, only whether there is one. Seeds are left out."""
+    """The inputs that stages use, as text; of a prompt, only whether there is one. Seeds are left
+    out."""
     uses = [
         (name, value.name)
         for stage in graph.stages
@@ -311,28 +410,39 @@ def _settings(graph: Graph, inputs: Mapping[str, Any]) -> dict[str, str]:
     plain = {wanted for name, wanted in uses if "prompt" not in name and name != "seed"}
     found = {name: told(inputs[name]) for name in sorted(plain)}
     texts = sorted({wanted for name, wanted in uses if "prompt" in name} - plain)
-    return found | {name: "text" if inputs[name] and isinstance(inputs[name], str) else told(inputs[name]) for name in texts}
+    return found | {
+        name: "text" if inputs[name] and isinstance(inputs[name], str) else told(inputs[name])
+        for name in texts
+    }
 
 
 def _installed_version(package: str) -> tuple[str, int] | None:
-    """Version of a package and modification time of its first file, so that a reinstalled package counts as changed. None:
-    unknown."""
+    """Version of a package and modification time of its first file, so that a reinstalled package
+    counts as changed. None: unknown."""
     try:
         number, spec = version(package), find_spec(package)
-        return number, Path(spec.origin).stat().st_mtime_ns if spec is not None and spec.origin else 0
+        return number, Path(
+            spec.origin
+        ).stat().st_mtime_ns if spec is not None and spec.origin else 0
     except (PackageNotFoundError, OSError, ValueError):
         return None
 
 
 @functools.cache
 def own_source() -> str:
-    """Digest of every Python file of graphrun at the first call. Any change of the source invalidates all entries."""
+    """Digest of every Python file of graphrun at the first call. Any change of the source
+    invalidates all entries."""
     return python_digest(Path(__file__).parent)[:32]
 
 
 def _probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None) -> DryRun:
     with _garbage_collection_paused() as imported:
-        from graphrun.modules.classes import pipeline_class, require_code, resolve_class, resolve_function
+        from graphrun.modules.classes import (
+            pipeline_class,
+            require_code,
+            resolve_class,
+            resolve_function,
+        )
         from graphrun.profile.dry_run import probe
 
         require_code(graph)
@@ -351,8 +461,9 @@ def _probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] |
 
 @contextmanager
 def _garbage_collection_paused() -> Iterator[Callable[[], None]]:
-    """Pauses garbage collection during imports. They create a million permanent objects, and scanning these repeatedly takes a
-    quarter of the import time. The yielded function ends the pause and freezes the objects until the context ends (`gc.freeze`).
+    """Pauses garbage collection during imports. They create a million permanent objects, and
+    scanning these repeatedly takes a quarter of the import time. The yielded function ends the
+    pause and freezes the objects until the context ends (`gc.freeze`).
     """
     enabled, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()

@@ -1,4 +1,5 @@
-"""Trace of a run: measurements per slot and per event, in bytes and in seconds of the device's clock (virtual on ``sim``)."""
+"""Trace of a run: measurements per slot and per event, in bytes and in seconds of the device's
+clock (virtual on ``sim``)."""
 
 from __future__ import annotations
 
@@ -14,16 +15,14 @@ class Event:
     """One event of a run, with its start and end in seconds from the start of the run.
 
     ``kind`` is one of
-        ``load``     copy of one block to the device, where it stays
-        ``stream``   copy of one block into the staging ring
-        ``block``    compute of one streamed block, without the time it waited for its copy
-        ``run``      one call into a component
-        ``read``     one block read from disk into its backing store; ``nbytes`` are those read from files
-        ``fetch``    one block read from disk for its own copy to the device; ``nbytes`` as for ``read``
-        ``drop``     a backing store released
-        ``evict``    the device copy of one block released
-        ``spill``    a value copied to the host; ``restore``: copied back
-        ``size``     measured device bytes of a quantized component after its first call
+        ``load``     copy of one block to the device, where it stays ``stream``   copy of one block
+        into the staging ring ``block``    compute of one streamed block, without the time it waited
+        for its copy ``run``      one call into a component ``read``     one block read from disk
+        into its backing store; ``nbytes`` are those read from files ``fetch``    one block read
+        from disk for its own copy to the device; ``nbytes`` as for ``read`` ``drop``     a backing
+        store released ``evict``    the device copy of one block released ``spill``    a value
+        copied to the host; ``restore``: copied back ``size``     measured device bytes of a
+        quantized component after its first call
     """
 
     kind: str
@@ -39,9 +38,10 @@ class Event:
 class SlotTrace:
     """Measurements of one slot of the plan.
 
-    ``peak_bytes``: peak on the device. ``moved_bytes``: weights copied to the device. ``host_bytes``: peak of backing stores and
-    spilled values in RAM; ``locked_bytes``: peak of page-locked memory among it. ``calls``: the most calls into one component.
-    ``helper_peaks``: peak on each helper, whose loads count in ``moved_bytes`` too.
+    ``peak_bytes``: peak on the device. ``moved_bytes``: weights copied to the device.
+    ``host_bytes``: peak of backing stores and spilled values in RAM; ``locked_bytes``: peak of
+    page-locked memory among it. ``calls``: the most calls into one component. ``helper_peaks``:
+    peak on each helper, whose loads count in ``moved_bytes`` too.
     """
 
     phase: str
@@ -63,7 +63,8 @@ class SlotTrace:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """Bytes of a memory tier before and after a run: ``device``, ``arenas`` (host memory for weights), ``pinned`` (part of it)."""
+    """Bytes of a memory tier before and after a run: ``device``, ``arenas`` (host memory for
+    weights), ``pinned`` (part of it)."""
 
     name: str
     before_bytes: int
@@ -77,8 +78,8 @@ class Tier:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Trace:
-    """One run. ``outputs`` are the graph's outputs; ``left_bytes`` is what stayed on the device beyond the
-    ``baseline_bytes`` before the run."""
+    """One run. ``outputs`` are the graph's outputs; ``left_bytes`` is what stayed on the device
+    beyond the ``baseline_bytes`` before the run."""
 
     plan_digest: str
     device: str
@@ -88,8 +89,12 @@ class Trace:
     left_bytes: int
     outputs: dict[str, Any] = field(default_factory=dict, compare=False)
     tiers: tuple[Tier, ...] = ()
-    notes: tuple[str, ...] = ()  # one line for each time that the remaining stages were planned again
-    sources: tuple[dict[str, Any], ...] = ()  # where weights were read from: component, source, commit, files
+    notes: tuple[
+        str, ...
+    ] = ()  # one line for each time that the remaining stages were planned again
+    sources: tuple[
+        dict[str, Any], ...
+    ] = ()  # where weights were read from: component, source, commit, files
 
     def __repr__(self) -> str:
         moved, peak = show_size(self.moved_bytes), show_size(self.peak_bytes)
@@ -97,15 +102,25 @@ class Trace:
 
     def _repr_html_(self) -> str:
         rows = [
-            (of.name, show_size(of.peak_bytes), show_size(of.moved_bytes), show_seconds(of.end_seconds - of.start_seconds))
+            (
+                of.name,
+                show_size(of.peak_bytes),
+                show_size(of.moved_bytes),
+                show_seconds(of.end_seconds - of.start_seconds),
+            )
             for of in self.slots
         ]
         return html_table(repr(self), [("slot", "peak", "moved", "took"), *rows])
 
     def beside(self, planned: Sequence[Any]) -> list[tuple[Any, SlotTrace]]:
-        """Pairs of planned and measured slots with equal phase and part; planned slots that did not run are left out."""
+        """Pairs of planned and measured slots with equal phase and part; planned slots that did not
+        run are left out."""
         measured = {(slot.phase, slot.part): slot for slot in self.slots}
-        return [(slot, measured[slot.phase, slot.part]) for slot in planned if (slot.phase, slot.part) in measured]
+        return [
+            (slot, measured[slot.phase, slot.part])
+            for slot in planned
+            if (slot.phase, slot.part) in measured
+        ]
 
     @property
     def peak_bytes(self) -> int:
@@ -124,7 +139,8 @@ class Trace:
 
     @property
     def disk_bytes_read(self) -> int:
-        """Bytes of weights read from files, in the precision of the files (before quantizing or casting)."""
+        """Bytes of weights read from files, in the precision of the files (before quantizing or
+        casting)."""
         return sum(event.nbytes for event in self.events if event.kind in ("read", "fetch"))
 
     @property
@@ -142,14 +158,17 @@ class Trace:
             "notes": list(self.notes),
             "sources": list(self.sources),
             "tiers": [{**asdict(tier), "left_bytes": tier.left_bytes} for tier in self.tiers],
-            "slots": [{key: of for key, of in asdict(slot).items() if of != ()} for slot in self.slots],
+            "slots": [
+                {key: of for key, of in asdict(slot).items() if of != ()} for slot in self.slots
+            ],
             "events": [asdict(event) for event in self.events],
         }
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A run on a ``device`` of a cluster, in seconds of the clock that all its devices share, from the start of the batch."""
+    """A run on a ``device`` of a cluster, in seconds of the clock that all its devices share, from
+    the start of the batch."""
 
     device: str
     request: int
@@ -160,4 +179,7 @@ class Lane:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary. Times in ``trace`` are from the start of this run."""
-        return {**{each.name: getattr(self, each.name) for each in fields(self)}, "trace": self.trace and self.trace.to_json()}
+        return {
+            **{each.name: getattr(self, each.name) for each in fields(self)},
+            "trace": self.trace and self.trace.to_json(),
+        }

@@ -1,7 +1,8 @@
 """Parses and formats sizes and times.
 
-Bytes are `int`, seconds are `float`. Sizes in text are binary: ``8G``, ``8 GB`` and ``8GiB`` all mean 8 x 2**30 bytes, because
-GPUs are sold and reported that way (an "8 GB" card has 8 x 2**30 bytes).
+Bytes are `int`, seconds are `float`. Sizes in text are binary: ``8G``, ``8 GB`` and ``8GiB`` all
+mean 8 x 2**30 bytes, because GPUs are sold and reported that way (an "8 GB" card has 8 x 2**30
+bytes).
 """
 
 from __future__ import annotations
@@ -21,11 +22,15 @@ _MOST = 2.0**62  # bytes; solvers compute with 64 bits
 _SCALE = {"": 1, "k": KIB, "m": MIB, "g": GIB, "t": 2**40}
 
 
-def parse_size(text: str | float, *, whole_bytes: int | None = None, name: str = "size", least: int = 1) -> int:
-    """Number of bytes in ``text``: ``"8G"``, ``"7.5 GiB"``, ``"900M"``, ``"1048576"``, 8e9, or ``"50%"`` of ``whole_bytes``.
+def parse_size(
+    text: str | float, *, whole_bytes: int | None = None, name: str = "size", least: int = 1
+) -> int:
+    """Number of bytes in ``text``: ``"8G"``, ``"7.5 GiB"``, ``"900M"``, ``"1048576"``, 8e9, or
+    ``"50%"`` of ``whole_bytes``.
 
-    ``name`` is what error messages call the value. Raises InputError when the text is not a size, is less than ``least``, is a
-    percentage while ``whole_bytes`` is None, or a number below 1024 without a unit, which was meant to have one.
+    ``name`` is what error messages call the value. Raises InputError when the text is not a size,
+    is less than ``least``, is a percentage while ``whole_bytes`` is None, or a number below 1024
+    without a unit, which was meant to have one.
     """
     if _NUMBER.fullmatch(str(text)) and 0 < float(text) < KIB:
         raise InputError(f"{name}: {text!r} has no unit: did you mean {float(text):g}G?")
@@ -40,14 +45,17 @@ def parse_size(text: str | float, *, whole_bytes: int | None = None, name: str =
     elif match := _SIZE.fullmatch(str(text)):
         nbytes = int(min(float(match[1]) * _SCALE[match[2].lower()], _MOST))
     else:
-        raise InputError(f"{name}: {text!r} is not a size; write it as 8G, 7.5GiB, 900M or a number of bytes")
+        raise InputError(
+            f"{name}: {text!r} is not a size; write it as 8G, 7.5GiB, 900M or a number of bytes"
+        )
     if nbytes < least:
         raise InputError(f"{name}: {text!r} is not a {'positive ' if least else ''}size")
     return nbytes
 
 
 def parse_seconds(text: str, *, name: str = "time") -> float:
-    """Seconds in ``text``: ``"60s"``, ``"1.5 min"``, ``"2h"``, ``"500ms"`` or ``"60"``. Raises InputError that names ``name``."""
+    """Seconds in ``text``: ``"60s"``, ``"1.5 min"``, ``"2h"``, ``"500ms"`` or ``"60"``. Raises
+    InputError that names ``name``."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m|min|h|)\s*", text)
     if match is None:
         raise InputError(f"{name}: {text!r} is not a time; write it as 60s, 2min or 500ms")
@@ -55,7 +63,8 @@ def parse_seconds(text: str, *, name: str = "time") -> float:
 
 
 def typed_size(nbytes: int, *, down: bool = False) -> str:
-    """``nbytes`` as one types it, rounded up (or ``down``) to two decimals: ``3.4G``, ``2.51M``, ``12B``."""
+    """``nbytes`` as one types it, rounded up (or ``down``) to two decimals: ``3.4G``, ``2.51M``,
+    ``12B``."""
     for unit, scale in (("G", GIB), ("M", MIB), ("K", KIB)):
         if nbytes >= scale:
             hundredths = nbytes * 100 // scale if down else -(-nbytes * 100 // scale)
@@ -92,13 +101,24 @@ def roughly(seconds: float) -> str:
         return f"{whole // 60} min {whole % 60} s"
     if seconds >= 9.95:
         return f"{whole} s"
-    return f"{seconds:.1f} s" if seconds >= 0.995 else f"{1e3 * seconds:.0f} ms" if seconds >= 1e-3 else "under 1 ms"
+    return (
+        f"{seconds:.1f} s"
+        if seconds >= 0.995
+        else f"{1e3 * seconds:.0f} ms"
+        if seconds >= 1e-3
+        else "under 1 ms"
+    )
 
 
 def show_range(seconds: float, within: Sequence[float]) -> str:
-    """``seconds``, and the range ``within`` which they probably are: ``24.1 s (19.3 s to 30.1 s)``."""
+    """``seconds``, and the range ``within`` which they probably are: ``24.1 s (19.3 s to 30.1
+    s)``."""
     low, high = within
-    return show_seconds(seconds) if low == high else f"{show_seconds(seconds)} ({show_seconds(low)} to {show_seconds(high)})"
+    return (
+        show_seconds(seconds)
+        if low == high
+        else f"{show_seconds(seconds)} ({show_seconds(low)} to {show_seconds(high)})"
+    )
 
 
 def round_up(nbytes: int, step: int) -> int:
@@ -107,7 +127,8 @@ def round_up(nbytes: int, step: int) -> int:
 
 
 def html_table(title: str, rows: Iterable[Iterable[str]]) -> str:
-    """``rows`` as an HTML table for notebooks, the first of them as its head, under the line ``title``."""
+    """``rows`` as an HTML table for notebooks, the first of them as its head, under the line
+    ``title``."""
     head, *others = ([html.escape(cell) for cell in row] for row in rows)
     lines = [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in others]
     return f"<p>{html.escape(title)}</p><table><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>{''.join(lines)}</table>"

@@ -25,20 +25,28 @@ def part(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_card_it_says_so_and_leaves_in_peace() -> None:
-    done = subprocess.run([sys.executable, BENCHMARKS / "gpu.py"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "gpu.py"], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "no CUDA device" in done.stdout
 
 
 def test_s1_1_hunyuan_video_quantized_takes_what_was_published(part: Any) -> None:
-    """35.66 GiB with int8 weights that stay where they were made, 21.99 with nf4 ones that leave for the decode. 8 % of the int8
-    weights' columns are what bitsandbytes of that time kept of outliers."""
+    """35.66 GiB with int8 weights that stay where they were made, 21.99 with nf4 ones that leave
+    for the decode. 8 % of the int8 weights' columns are what bitsandbytes of that time kept of
+    outliers."""
     videos = part("videos")
     row = {"pipeline": "HunyuanVideo", "offload": "model", "tiling": "no"}
-    int8, nf4 = (videos.bytes_of({**row, "precision": precision}, 0.08) / 2**30 for precision in ("int8", "nf4"))
+    int8, nf4 = (
+        videos.bytes_of({**row, "precision": precision}, 0.08) / 2**30
+        for precision in ("int8", "nf4")
+    )
     assert int8 == pytest.approx(35.66, rel=0.01)
     assert nf4 == pytest.approx(21.99, rel=0.005)
-    assert videos.bytes_of({**row, "precision": "int8"}, 0.0) / 2**30 == pytest.approx(35.66, rel=0.055)
+    assert videos.bytes_of({**row, "precision": "int8"}, 0.0) / 2**30 == pytest.approx(
+        35.66, rel=0.055
+    )
 
 
 def test_a_part_that_fails_is_recorded_and_the_next_goes_on(part: Any, tmp_path: Path) -> None:
@@ -59,7 +67,9 @@ def test_woven_weights_are_those_of_a_plain_tensor_once_copied(part: Any) -> Non
     lab, made = part("gpu_lab"), []
     for _ in range(2):
         module = nn.Sequential(
-            nn.Conv2d(8, 16, 3, device="meta"), nn.LayerNorm(4, device="meta"), nn.Linear(64, 500, device="meta")
+            nn.Conv2d(8, 16, 3, device="meta"),
+            nn.LayerNorm(4, device="meta"),
+            nn.Linear(64, 500, device="meta"),
         )
         lab.weave(module, "seed")
         made.append(module)
@@ -84,21 +94,39 @@ def test_placed_modules_have_copies_of_their_own_until_the_end(part: Any) -> Non
 
 
 def test_published_figures_are_those_of_the_rows(part: Any) -> None:
-    """The recorded rows are those of the file, with its figures, and README and docs state what they say."""
-    results, published = json.loads((BENCHMARKS / "results/published.json").read_text()), part("published")
+    """The recorded rows are those of the file, with its figures, and README and docs state what
+    they say."""
+    results, published = (
+        json.loads((BENCHMARKS / "results/published.json").read_text()),
+        part("published"),
+    )
     rows = list(published.published())
-    assert [{name: row[name] for name in ABOUT} for row in results["rows"]] == [{name: row[name] for name in ABOUT} for row in rows]
+    assert [{name: row[name] for name in ABOUT} for row in results["rows"]] == [
+        {name: row[name] for name in ABOUT} for row in rows
+    ]
     for name in ("seconds", "load_gib", "peak_gib"):
-        assert [row.get(name, {}).get("published") for row in results["rows"]] == [row[name] for row in rows], name
+        assert [row.get(name, {}).get("published") for row in results["rows"]] == [
+            row[name] for row in rows
+        ], name
     timed = [row for row in rows if row["seconds"]]
-    assert [published.key(row) for row in results["left_out"]] == [published.key(row) for row in timed]
-    assert [row["seconds"]["published"] for row in results["left_out"]] == [row["seconds"] for row in timed]
+    assert [published.key(row) for row in results["left_out"]] == [
+        published.key(row) for row in timed
+    ]
+    assert [row["seconds"]["published"] for row in results["left_out"]] == [
+        row["seconds"] for row in timed
+    ]
     assert published.summary_of(results["rows"], results["left_out"]) == results["summary"]
     assert 3 * results["constants"] <= len(timed)
 
-    readme, page = (" ".join((BENCHMARKS.parent / name).read_text().split()) for name in ("README.md", "docs/estimating.md"))
+    readme, page = (
+        " ".join((BENCHMARKS.parent / name).read_text().split())
+        for name in ("README.md", "docs/estimating.md")
+    )
     counts = {name: text.split(" of ")[0] for name, text in results["summary"].items()}
-    seconds, peaks, weights = len(timed), *(sum(row[name] is not None for row in rows) for name in ("peak_gib", "load_gib"))
+    seconds, peaks, weights = (
+        len(timed),
+        *(sum(row[name] is not None for row in rows) for name in ("peak_gib", "load_gib")),
+    )
     fitted = {share: counts[f"seconds within {share} %, all"] for share in (15, 25, 30)}
     left_out = {share: counts[f"seconds within {share} %, all, left out"] for share in (15, 25, 30)}
     peak = {share: counts[f"peak_gib within {share} %, all"] for share in (2, 3, 15)}
@@ -122,16 +150,23 @@ def test_published_figures_are_those_of_the_rows(part: Any) -> None:
 
 
 def test_predictions_are_no_worse_than_they_were() -> None:
-    """With the source left out of the fit, 60 % of the seconds within 15 % and 85 % within 25 %. As fitted, 90 % within 15 %, and
-    all within 30 % but FLUX in fp8 on a 4090, which was not measured with diffusers."""
+    """With the source left out of the fit, 60 % of the seconds within 15 % and 85 % within 25 %. As
+    fitted, 90 % within 15 %, and all within 30 % but FLUX in fp8 on a 4090, which was not measured
+    with diffusers."""
     results = json.loads((BENCHMARKS / "results/published.json").read_text())
     left_out = [abs(row["seconds"]["error_percent"]) for row in results["left_out"]]
     assert sum(error <= 15 for error in left_out) >= 0.6 * len(left_out)
     assert sum(error <= 25 for error in left_out) >= 0.85 * len(left_out)
-    fitted = [(row["source"], abs(row["seconds"]["error_percent"])) for row in results["rows"] if "seconds" in row]
+    fitted = [
+        (row["source"], abs(row["seconds"]["error_percent"]))
+        for row in results["rows"]
+        if "seconds" in row
+    ]
     assert sum(error <= 15 for _, error in fitted) >= 0.9 * len(fitted)
     assert {source.split()[0] for source, error in fitted if error > 30} == {"fireworks-ai"}
-    offloaded = [row["peak_gib"]["error_percent"] for row in results["rows"] if "PR 11682" in row["source"]]
+    offloaded = [
+        row["peak_gib"]["error_percent"] for row in results["rows"] if "PR 11682" in row["source"]
+    ]
     assert max(map(abs, offloaded)) < 1, "model, sequential and group offloading"
 
 
@@ -148,7 +183,8 @@ def test_the_recorded_estimates_are_those_of_the_command(part: Any) -> None:
 
 
 def test_recorded_warm_calls_copy_fewer_bytes_than_those_of_other_tools() -> None:
-    """Where weights do not all fit; where they do, no more than the pipeline's own code does after ``.to(device)``."""
+    """Where weights do not all fit; where they do, no more than the pipeline's own code does after
+    ``.to(device)``."""
     pipelines = json.loads((BENCHMARKS / "results/warm_calls.json").read_text())["pipelines"]
     assert len(pipelines) == 10
     for name, of in pipelines.items():

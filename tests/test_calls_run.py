@@ -1,4 +1,5 @@
-"""The graphs that call a pipeline whole, from the command line: files in, files out, other files refused, lists gone on with."""
+"""The graphs that call a pipeline whole, from the command line: files in, files out, other files
+refused, lists gone on with."""
 
 from __future__ import annotations
 
@@ -22,11 +23,14 @@ SMALL = {"height": 64, "width": 64, "steps": 2, "seed": 3}
 
 
 def picture(size: tuple[int, int] = (64, 64), seed: int = 0) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
+    return Image.fromarray(
+        np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    )
 
 
 def plain(inputs: dict[str, Any]) -> Any:
-    """What diffusers' pipeline makes of sdxl-img2img-tiny on the CPU, called as its users call it."""
+    """What diffusers' pipeline makes of sdxl-img2img-tiny on the CPU, called as its users call
+    it."""
     graph = graphrun.load(GRAPH)
     modules = {key: build(component, graph) for key, component in graph.components.items()}
     return by_hand(graph, modules, graph.resolve(inputs))["image"]
@@ -42,20 +46,38 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     picture((96, 64)).save("wide.png")
 
     def run(*arguments: str) -> tuple[int, str]:
-        result = CliRunner().invoke(app, ["run", *arguments, "--device", "sim"] if arguments[0] != "plan" else list(arguments))
+        result = CliRunner().invoke(
+            app,
+            ["run", *arguments, "--device", "sim"] if arguments[0] != "plan" else list(arguments),
+        )
         return result.exit_code, result.output + (str(result.exception) if result.exception else "")
 
     return run
 
 
-FLAGS = ("--vram", "64M", "--ram", "1G", "--set", "height=64", "--set", "width=64", "--set", "steps=2")
+FLAGS = (
+    "--vram",
+    "64M",
+    "--ram",
+    "1G",
+    "--set",
+    "height=64",
+    "--set",
+    "width=64",
+    "--set",
+    "steps=2",
+)
 
 
-def test_a_plan_made_without_the_file_runs_with_one_of_its_size_only(here: Callable[..., Any]) -> None:
+def test_a_plan_made_without_the_file_runs_with_one_of_its_size_only(
+    here: Callable[..., Any],
+) -> None:
     code, out = here("plan", GRAPH, *FLAGS, "--device", "sim", "-o", "plan.json")
     assert code == 0, out
     assert "image=64x64" in out
-    run = CliRunner().invoke(app, ["run", "plan.json", "--set", "image=a.png", "-o", "image=out/made.jpg"])
+    run = CliRunner().invoke(
+        app, ["run", "plan.json", "--set", "image=a.png", "-o", "image=out/made.jpg"]
+    )
     assert run.exit_code == 0, run.output
     assert Image.open("out/made.jpg").size == (64, 64)
     refused = CliRunner().invoke(app, ["run", "plan.json", "--set", "image=wide.png"])
@@ -74,13 +96,23 @@ def test_a_file_that_is_given_is_planned_for(here: Callable[..., Any]) -> None:
     [
         (("--set", "image=none.png"), "none.png: no such file"),
         (("--set", "image=a.png", "-o", "image=a.xyz"), ".xyz is not known"),
-        (("--set", "image=a.png", "-o", "picture=a.png"), "no such output 'picture'; outputs are image"),
+        (
+            ("--set", "image=a.png", "-o", "picture=a.png"),
+            "no such output 'picture'; outputs are image",
+        ),
         ((), "'image' is missing; it is an image"),
-        (("--set", "image=a.png", "--set", "strength=0.1"), "stages.make: StableDiffusionXLImg2ImgPipeline fails: "),
+        (
+            ("--set", "image=a.png", "--set", "strength=0.1"),
+            "stages.make: StableDiffusionXLImg2ImgPipeline fails: ",
+        ),
     ],
 )
 def test_bad_input_is_one_message(
-    here: Callable[..., Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], said: str
+    here: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    given: tuple[str, ...],
+    said: str,
 ) -> None:
     monkeypatch.setattr("sys.argv", ["graphrun", "run", GRAPH, *FLAGS, "--device", "sim", *given])
     with pytest.raises(SystemExit) as left:
@@ -91,8 +123,14 @@ def test_bad_input_is_one_message(
     assert "Traceback" not in shown
 
 
-def test_a_list_of_files_goes_on_from_what_was_done_and_knows_a_changed_file(here: Callable[..., Any]) -> None:
-    lines = [{"image": "a.png", "prompt": "one"}, {"image": "gone.png", "prompt": "two"}, {"image": "b.png", "prompt": "one"}]
+def test_a_list_of_files_goes_on_from_what_was_done_and_knows_a_changed_file(
+    here: Callable[..., Any],
+) -> None:
+    lines = [
+        {"image": "a.png", "prompt": "one"},
+        {"image": "gone.png", "prompt": "two"},
+        {"image": "b.png", "prompt": "one"},
+    ]
     Path("list.jsonl").write_text("\n".join(map(json.dumps, lines)))
     many = (GRAPH, *FLAGS, "--inputs", "list.jsonl", "--resume", "-o", "out/x.webp")
     code, out = here(*many)
@@ -109,7 +147,9 @@ def test_a_list_of_files_goes_on_from_what_was_done_and_knows_a_changed_file(her
     assert "inputs of request 3" in out, "a changed file is another batch"
 
 
-def test_a_session_plans_pictures_of_another_size_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_plans_pictures_of_another_size_when_they_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     graph, planned = graphrun.load(GRAPH), list[dict[str, str]]()
     plan = graphrun.plan
 
@@ -119,10 +159,15 @@ def test_a_session_plans_pictures_of_another_size_when_they_come(monkeypatch: py
 
     monkeypatch.setattr(graphrun.api, "plan", counted)
     with graphrun.Session(graph, vram="64M", hardware="sim", inputs=SMALL, runs=3) as session:
-        made = [session.run({"image": picture(seed=seed), "seed": 3}).outputs["image"].tobytes() for seed in (0, 1, 0)]
+        made = [
+            session.run({"image": picture(seed=seed), "seed": 3}).outputs["image"].tobytes()
+            for seed in (0, 1, 0)
+        ]
         wide = session.run({"image": picture((96, 64)), "seed": 3}).outputs["image"]
     assert wide.size == (96, 64)
-    assert [settings["image"] for settings in planned] == ["64x64", "96x64"], "other pictures of one size share a plan"
+    assert [settings["image"] for settings in planned] == ["64x64", "96x64"], (
+        "other pictures of one size share a plan"
+    )
     assert made[0] == made[2] != made[1]
     assert made[0] == plain({**SMALL, "image": picture()}).tobytes()
     assert wide.tobytes() == plain({**SMALL, "image": picture((96, 64))}).tobytes()

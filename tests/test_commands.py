@@ -36,7 +36,11 @@ def test_a_frontier_has_a_row_per_budget_json_and_a_picture(graphrun: Cli, tmp_p
     options = ("frontier", TINY, "--device", "sim", "--set", "steps=1", "--vram", "2M:6M")
     code, out, _ = graphrun(*options, "--plot", "o/curve.svg")
     assert code == 0
-    assert [line.split()[0] for line in out.splitlines() if line[:1] == " " and line.split()[0][0].isdigit()] == [
+    assert [
+        line.split()[0]
+        for line in out.splitlines()
+        if line[:1] == " " and line.split()[0][0].isdigit()
+    ] == [
         "2.00",
         "3.00",
         "4.00",
@@ -51,7 +55,9 @@ def test_a_frontier_has_a_row_per_budget_json_and_a_picture(graphrun: Cli, tmp_p
     data = json.loads(out)
     assert [point["feasible"] for point in data["points"]] == [False, True, True, True]
     assert f"({data['points'][0]['smallest_budget_bytes']} bytes)" in graphrun(*options)[1]
-    code, out, _ = graphrun("plan", TINY, "--device", "sim", "--set", "steps=1", "--vram", "6M", "--json", "--no-cache")
+    code, out, _ = graphrun(
+        "plan", TINY, "--device", "sim", "--set", "steps=1", "--vram", "6M", "--json", "--no-cache"
+    )
     alone = json.loads(out)
     last = data["points"][-1]
     assert last["bound_seconds"] == pytest.approx(alone["bound_seconds"])
@@ -64,7 +70,11 @@ def test_a_frontier_is_drawn_as_png_too(graphrun: Cli) -> None:
     options = ("frontier", TINY, "--device", "sim", "--set", "steps=1", "--vram", "3M")
     assert graphrun(*options, "--plot", "curve.png")[0] == 0
     drawn = Image.open("curve.png")
-    assert (drawn.format, drawn.size, len(drawn.getcolors(1 << 20) or ()) > 3) == ("PNG", (1440, 840), True)
+    assert (drawn.format, drawn.size, len(drawn.getcolors(1 << 20) or ()) > 3) == (
+        "PNG",
+        (1440, 840),
+        True,
+    )
     code, _, err = graphrun(*options, "--plot", "curve.pdf")
     assert (code, "--plot curve.pdf: ends in .svg or .png" in err) == (2, True)
 
@@ -75,14 +85,22 @@ def test_an_infeasible_budget_says_what_to_type(graphrun: Cli) -> None:
     lines = err[err.index("fits: no.") :].splitlines()
     assert code == 3
     assert graphrun(*next_command(err))[0] == 0
-    for line in lines[next(n for n, line in enumerate(lines) if line.startswith("what helps")) + 1 :]:
+    for line in lines[
+        next(n for n, line in enumerate(lines) if line.startswith("what helps")) + 1 :
+    ]:
         assert line.startswith(" --"), "options to type"
 
 
 def test_options_are_replaced_or_added() -> None:
     words = ["plan", "g", "--vram=2G", "--set", "height=9", "--set", "a=b c", "--allow", "nf4"]
-    assert retyped(words, ["--vram", "3.4G"]) == "plan g --set height=9 --set 'a=b c' --allow nf4 --vram 3.4G"
-    assert retyped(words, ["--set", "height=8"]) == "plan g --vram=2G --set 'a=b c' --allow nf4 --set height=8"
+    assert (
+        retyped(words, ["--vram", "3.4G"])
+        == "plan g --set height=9 --set 'a=b c' --allow nf4 --vram 3.4G"
+    )
+    assert (
+        retyped(words, ["--set", "height=8"])
+        == "plan g --vram=2G --set 'a=b c' --allow nf4 --set height=8"
+    )
     assert retyped(words, ["--allow", "tiling"]).endswith("--allow nf4 --allow tiling")
 
 
@@ -93,12 +111,16 @@ def test_a_sweep_finds_the_largest_value_that_fits_and_the_next_one_does_not(gra
     assert "within 4.00 MiB: height up to 192, predicted" in out
     assert graphrun("plan", TINY, *options, "--set", "height=192")[0] == 0
     assert graphrun("plan", TINY, *options, "--set", "height=256")[0] == 3
-    data = json.loads(graphrun("frontier", TINY, *options, "--sweep", "height=192:256:64", "--json")[1])
+    data = json.loads(
+        graphrun("frontier", TINY, *options, "--sweep", "height=192:256:64", "--json")[1]
+    )
     assert data["largest"] == [{"budget_bytes": 4 * MIB, "height": "192"}]
 
 
 def test_a_frontier_on_which_nothing_fits_says_what_would(graphrun: Cli) -> None:
-    code, out, _ = graphrun("frontier", TINY, "--device", "sim", "--set", "steps=1", "--vram", "1M:2M")
+    code, out, _ = graphrun(
+        "frontier", TINY, "--device", "sim", "--set", "steps=1", "--vram", "1M:2M"
+    )
     assert code == 3
     assert "smallest budget that works: --vram" in out
 
@@ -112,8 +134,12 @@ def test_the_budget_of_one_of_two_devices_is_varied(graphrun: Cli) -> None:
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] < seconds[0]
     assert all(point["peak_bytes"] <= point["budget_bytes"] for point in data["points"])
-    least, most = (json.loads(graphrun("plan", TINY, *options, f"3M,{last}M")[1]) for last in (1, 4))
-    assert [least["predicted_seconds"], most["predicted_seconds"]] == pytest.approx([seconds[0], seconds[-1]])
+    least, most = (
+        json.loads(graphrun("plan", TINY, *options, f"3M,{last}M")[1]) for last in (1, 4)
+    )
+    assert [least["predicted_seconds"], most["predicted_seconds"]] == pytest.approx(
+        [seconds[0], seconds[-1]]
+    )
     code, out, _ = graphrun("frontier", TINY, *options[:-2], "--vram", "2M:3M:1M,1M")
     assert "budgets: device0 sim is varied, device1 sim 1.00 MiB" in out
     assert "next: graphrun plan" in out
@@ -137,7 +163,9 @@ def test_of_two_devices_what_helps_names_both_budgets(graphrun: Cli) -> None:
         (("--vram", "4M", "--sweep", "height=128:256:8"), "is not a multiple of 16"),
     ],
 )
-def test_a_bad_range_is_refused_before_any_dry_run(graphrun: Cli, arguments: tuple[str, ...], words: str) -> None:
+def test_a_bad_range_is_refused_before_any_dry_run(
+    graphrun: Cli, arguments: tuple[str, ...], words: str
+) -> None:
     code, out, err = graphrun("frontier", TINY, "--device", "sim", *arguments)
     assert (code, out) == (2, "")
     assert words in err
@@ -150,7 +178,13 @@ def test_explain_says_what_other_placements_of_a_component_would_cost(graphrun: 
     assert code == 0
     assert "all blocks streamed, none kept" in out
     data = json.loads(graphrun("explain", "plan.json", "transformer", "--json")[1])
-    assert [row["placement"] for row in data["alternatives"]] == ["planned", "whole", "exclude", "drop", "keep"]
+    assert [row["placement"] for row in data["alternatives"]] == [
+        "planned",
+        "whole",
+        "exclude",
+        "drop",
+        "keep",
+    ]
     code, _, err = graphrun("explain", "plan.json", "transfromer")
     assert code == 2
     assert "no component 'transfromer'" in err
@@ -172,9 +206,22 @@ def solves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Problem]:
 
 
 @pytest.mark.long
-def test_a_report_solves_no_budget_beyond_the_card_and_no_plan_twice(graphrun: Cli, solves: list[Problem]) -> None:
+def test_a_report_solves_no_budget_beyond_the_card_and_no_plan_twice(
+    graphrun: Cli, solves: list[Problem]
+) -> None:
     """A plan for 24 GiB on a card with 8: no part of the curve is beyond these."""
-    graphrun("plan", TINY, "--hardware", "rtx4060", "--vram", "24G", "--set", "steps=1", "-o", "plan.json")
+    graphrun(
+        "plan",
+        TINY,
+        "--hardware",
+        "rtx4060",
+        "--vram",
+        "24G",
+        "--set",
+        "steps=1",
+        "-o",
+        "plan.json",
+    )
     assert [problem.budget_bytes for problem in solves] == [24 * GIB]
     assert graphrun("report", "plan.json")[0] == 0
     others = [problem.budget_bytes for problem in solves[1:]]
@@ -189,21 +236,40 @@ def test_a_report_solves_no_budget_beyond_the_card_and_no_plan_twice(graphrun: C
 
 
 def test_a_frontier_ends_at_the_card(graphrun: Cli, solves: list[Problem]) -> None:
-    options = ("frontier", TINY, "--hardware", "rtx4060", "--set", "steps=1", "--vram", "4G:48G", "--json")
+    options = (
+        "frontier",
+        TINY,
+        "--hardware",
+        "rtx4060",
+        "--set",
+        "steps=1",
+        "--vram",
+        "4G:48G",
+        "--json",
+    )
     code, out, err = graphrun(*options)
     assert (code, err) == (0, "the rtx4060 has 8.00 GiB: larger budgets are left out\n")
     asked = [problem.budget_bytes // GIB for problem in solves]
-    assert asked == [point["budget_bytes"] // GIB for point in json.loads(out)["points"]] == [4, 6, 8]
+    assert (
+        asked == [point["budget_bytes"] // GIB for point in json.loads(out)["points"]] == [4, 6, 8]
+    )
 
 
 @pytest.mark.long
-def test_explain_solves_each_row_once_and_what_fits_only_the_first_time(graphrun: Cli, solves: list[Problem]) -> None:
+def test_explain_solves_each_row_once_and_what_fits_only_the_first_time(
+    graphrun: Cli, solves: list[Problem]
+) -> None:
     graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "--set", "steps=1", "-o", "plan.json")
     assert len(solves) == 1
-    rows = json.loads(graphrun("explain", "plan.json", "transformer", "--json")[1])["alternatives"][1:]
+    rows = json.loads(graphrun("explain", "plan.json", "transformer", "--json")[1])["alternatives"][
+        1:
+    ]
     tried = [row for row in rows if "refusal" not in row]
     assert len(solves) == 1 + len(tried)
-    assert json.loads(graphrun("explain", "plan.json", "transformer", "--json")[1])["alternatives"][1:] == rows
+    assert (
+        json.loads(graphrun("explain", "plan.json", "transformer", "--json")[1])["alternatives"][1:]
+        == rows
+    )
     assert len(solves) == 1 + len(tried) + sum(not row["feasible"] for row in tried)
 
 
@@ -220,12 +286,18 @@ def test_directives_are_shown_saved_and_followed_by_a_run(graphrun: Cli, tmp_pat
     data = json.loads((tmp_path / "plan.json").read_text())
     assert data["directives"] == ["keep text_encoder", "exclude transformer"]
     assert (data["reserve_bytes"], data["overhead_bytes"]) == (MIB, MIB)
-    code, out, _ = graphrun("run", "plan.json", "--output", "a.png", "--trace", "trace.json", "--json")
+    code, out, _ = graphrun(
+        "run", "plan.json", "--output", "a.png", "--trace", "trace.json", "--json"
+    )
     measured = json.loads(out)["measured"]
     assert (code, measured["kept_plan"], measured["left_bytes"]) == (0, True, 0)
     assert measured["peak_bytes"] <= 6 * MIB
     trace = json.loads((tmp_path / "trace.json").read_text())
-    evicted = [event["slot"] for event in trace["events"] if event["kind"] == "evict" and event["component"] == "text_encoder"]
+    evicted = [
+        event["slot"]
+        for event in trace["events"]
+        if event["kind"] == "evict" and event["component"] == "text_encoder"
+    ]
     assert set(evicted) == {len(trace["slots"]) - 1}, "kept to the end"
     assert graphrun("run", TINY, *options, "--output", "b.png")[0] == 0
     assert Image.open(tmp_path / "a.png").tobytes() == Image.open(tmp_path / "b.png").tobytes()
@@ -237,9 +309,28 @@ def test_a_plan_file_has_its_own_directives_and_unknown_ones_are_refused(graphru
     assert (code, "is a plan" in err) == (2, True)
     code, _, err = graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "--keep", "vea")
     assert (code, "did you mean 'vae'" in err) == (2, True)
-    code, _, err = graphrun("plan", TINY, "--device", "sim", "--vram", "3M", "--set", "steps=1", "--keep", "vae", "--reserve", "1M")
-    assert (code, "\ndirectives keep vae, reserve 1.00 MiB\n" in err, "\n --reserve " in err) == (3, True, True)
-    code, _, err = graphrun("frontier", TINY, "--device", "sim", "--vram", "6M", "--reserve", "lots")
+    code, _, err = graphrun(
+        "plan",
+        TINY,
+        "--device",
+        "sim",
+        "--vram",
+        "3M",
+        "--set",
+        "steps=1",
+        "--keep",
+        "vae",
+        "--reserve",
+        "1M",
+    )
+    assert (code, "\ndirectives keep vae, reserve 1.00 MiB\n" in err, "\n --reserve " in err) == (
+        3,
+        True,
+        True,
+    )
+    code, _, err = graphrun(
+        "frontier", TINY, "--device", "sim", "--vram", "6M", "--reserve", "lots"
+    )
     assert (code, "reserve: 'lots' is not a size" in err) == (2, True)
 
 
@@ -270,7 +361,10 @@ def test_a_plan_begins_with_its_verdict_and_the_command_that_runs_it(graphrun: C
     code, out, _ = graphrun("plan", TINY, *options)
     first = out.splitlines()[0]
     assert code == 0
-    assert re.fullmatch(r"fits: yes\. \d+ ms a picture on sim \(declared\), \d\.\d of 6 MiB; \d ms wait for copies", first)
+    assert re.fullmatch(
+        r"fits: yes\. \d+ ms a picture on sim \(declared\), \d\.\d of 6 MiB; \d ms wait for copies",
+        first,
+    )
     assert next_command(out)[:2] == ["run", TINY]
     assert graphrun(*next_command(out), "-o", "a.png")[0] == 0
     _, out, _ = graphrun("plan", TINY, *options, "-o", "plan.json")
@@ -291,18 +385,27 @@ def test_without_a_budget_a_plan_is_for_the_card_here_or_says_which_one_it_assum
     has = "what the rtx4090 has free (7.00 GiB) less a twentieth for other programs"
     for auto in ((), ("--vram", "auto")):
         code, out, err = graphrun("plan", TINY, *auto)
-        assert (code, " of 6.6 GiB" in out, f"--vram auto: 6.65 GiB, {has}\n" in err) == (0, True, True)
+        assert (code, " of 6.6 GiB" in out, f"--vram auto: 6.65 GiB, {has}\n" in err) == (
+            0,
+            True,
+            True,
+        )
         assert "\nnext: graphrun run " in out
 
 
-def test_a_budget_above_what_the_card_has_free_less_its_margin_is_warned_of(graphrun: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_above_what_the_card_has_free_less_its_margin_is_warned_of(
+    graphrun: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from graphrun.profile import hardware
 
     monkeypatch.setattr(hardware, "found", lambda: hardware.priors()["rtx4090"])
     monkeypatch.setattr(hardware, "free_bytes", lambda: 7 * 2**30)
     for vram, warned in (("6.7G", True), ("50%", True), ("6.6G", False)):
         code, _, err = graphrun("plan", TINY, "--vram", vram)
-        assert (code, f"--vram {vram} is more than 6.65 GiB, what the rtx4090 has free" in err) == (0, warned)
+        assert (code, f"--vram {vram} is more than 6.65 GiB, what the rtx4090 has free" in err) == (
+            0,
+            warned,
+        )
     err = graphrun("plan", TINY, "--vram", "24G", "--hardware", "rtx3090")[2]
     assert "is more than" not in err, "that is not the card here"
     err = graphrun("plan", TINY, "--vram", "auto", "--device", "sim")[2]
@@ -332,17 +435,24 @@ def test_a_budget_of_nearly_all_of_a_consumer_card_says_what_a_desktop_leaves(
     assert max(map(len, said), default=0) <= 80
 
 
-def test_a_measured_card_is_not_guessed_at(graphrun: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_measured_card_is_not_guessed_at(
+    graphrun: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from dataclasses import replace
 
     from graphrun.profile import hardware
 
     card = hardware.priors()["rtx4060"]
     assert hardware.free_beside_a_desktop(card, card.capacity_bytes) is not None
-    assert hardware.free_beside_a_desktop(replace(card, basis="measured"), card.capacity_bytes) is None
+    assert (
+        hardware.free_beside_a_desktop(replace(card, basis="measured"), card.capacity_bytes) is None
+    )
     monkeypatch.setattr(hardware, "found", lambda: replace(card, name="geforcertx4060"))
     monkeypatch.setattr(hardware, "free_bytes", lambda: 7 * 2**30)
-    for windows, said in ((True, "there Windows spills into RAM and becomes slow"), (False, "there what is left is planned again")):
+    for windows, said in (
+        (True, "there Windows spills into RAM and becomes slow"),
+        (False, "there what is left is planned again"),
+    ):
         monkeypatch.setattr("graphrun.cli.common.spills_vram", lambda windows=windows: windows)
         code, out, err = graphrun("plan", TINY, "--vram", "8G")
         assert (code, "a desktop leaves" in out, said in err) == (0, False, True)
@@ -366,5 +476,7 @@ main.main()
 
 
 def test_an_interrupt_inside_a_finalizer_is_not_lost() -> None:
-    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", LOST], capture_output=True, text=True, timeout=50, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "graphrun: interrupted\n")

@@ -1,4 +1,5 @@
-"""A file is complete or absent; the next write deletes what a killed process left, but not what a running one writes."""
+"""A file is complete or absent; the next write deletes what a killed process left, but not what a
+running one writes."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_killed_between_writing_and_renaming_leaves_a_file_that_the_next_write_sweeps(tmp_path: Path) -> None:
+def test_killed_between_writing_and_renaming_leaves_a_file_that_the_next_write_sweeps(
+    tmp_path: Path,
+) -> None:
     target = tmp_path / "0003.png"
 
     def killed(temporary: Path) -> None:

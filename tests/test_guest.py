@@ -1,4 +1,5 @@
-"""graphrun is a guest in the user's process: what PyTorch and Python say of themselves is the same before and after."""
+"""graphrun is a guest in the user's process: what PyTorch and Python say of themselves is the same
+before and after."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Ctrl-C during planning: the best plan so far and how far it may be from optimal, or a sentence that there is none."""
+"""Ctrl-C during planning: the best plan so far and how far it may be from optimal, or a sentence
+that there is none."""
 
 from __future__ import annotations
 
@@ -28,10 +29,16 @@ from graphrun.cli import main
 main.main()
 """
 FLUX = ("flux-tiny", "--device", "sim", "--vram", "6M", "--ram", "8G", "--no-cache")
-SECOND_CANDIDATE = ("graphrun.solve.fastest.check", 1)  # the first candidate is known when it is checked
+# the first candidate is known when it is checked
+SECOND_CANDIDATE = (
+    "graphrun.solve.fastest.check",
+    1,
+)
 
 
-def interrupted(where: tuple[str, int], *command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def interrupted(
+    where: tuple[str, int], *command: str, folder: Path
+) -> subprocess.CompletedProcess[str]:
     arguments = [sys.executable, "-c", SCRIPT, where[0], str(where[1]), *command]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=folder)
     assert "Traceback" not in done.stderr
@@ -47,13 +54,20 @@ def test_the_best_plan_so_far_is_shown_with_its_bound_and_saved(tmp_path: Path) 
     bound = re.search(rf"{said}; it is saved in plan.json\n$", done.stderr)
     assert bound is not None, done.stderr
     assert bound[1] in " ".join(done.stdout.split())
-    check = subprocess.run([sys.executable, "-m", "graphrun", "check", "plan.json"], capture_output=True, text=True, cwd=tmp_path)
+    check = subprocess.run(
+        [sys.executable, "-m", "graphrun", "check", "plan.json"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     assert check.stdout.startswith("ok: ")
 
 
 @pytest.mark.long
 def test_json_says_that_planning_was_interrupted(tmp_path: Path) -> None:
-    data = json.loads(interrupted(SECOND_CANDIDATE, "plan", *FLUX, "--json", folder=tmp_path).stdout)
+    data = json.loads(
+        interrupted(SECOND_CANDIDATE, "plan", *FLUX, "--json", folder=tmp_path).stdout
+    )
     assert data["interrupted"]
     assert 0 < data["bound_seconds"] <= data["predicted_seconds"]
 
@@ -62,8 +76,16 @@ def test_json_says_that_planning_was_interrupted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "command", "said"),
     [
-        (("graphrun.solve.solve.solved", 1), ("plan", *FLUX), "interrupted while planning flux-tiny: there is no plan yet"),
-        (("graphrun.api.estimate", 1), ("plan", *FLUX), "interrupted (dry run of flux-tiny): there is no result yet"),
+        (
+            ("graphrun.solve.solve.solved", 1),
+            ("plan", *FLUX),
+            "interrupted while planning flux-tiny: there is no plan yet",
+        ),
+        (
+            ("graphrun.api.estimate", 1),
+            ("plan", *FLUX),
+            "interrupted (dry run of flux-tiny): there is no result yet",
+        ),
         (
             ("graphrun.solve.solve.refusal", 1),
             ("plan", *FLUX, "--vram", "1M"),
@@ -82,7 +104,9 @@ def test_json_says_that_planning_was_interrupted(tmp_path: Path) -> None:
     ],
     ids=["no candidate", "dry run", "nothing fits", "run", "frontier"],
 )
-def test_a_sentence_says_what_was_interrupted(where: tuple[str, int], command: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_a_sentence_says_what_was_interrupted(
+    where: tuple[str, int], command: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
     done = interrupted(where, *command, folder=tmp_path)
     assert done.stdout == ""
     last = done.stderr.splitlines()[-1]

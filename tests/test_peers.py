@@ -1,4 +1,5 @@
-"""The side-by-side runs in small: cells are what they say, the report says who is behind, the peers' defects still show."""
+"""The side-by-side runs in small: cells are what they say, the report says who is behind, the
+peers' defects still show."""
 
 from __future__ import annotations
 
@@ -26,12 +27,19 @@ def part() -> Iterator[Any]:
         yield importlib.import_module
 
 
-TOOLS = ["diffusers model offload", "diffusers group offload, leaf, stream", "mmgp", "graphrun", "graphrun, session of 2"]
+TOOLS = [
+    "diffusers model offload",
+    "diffusers group offload, leaf, stream",
+    "mmgp",
+    "graphrun",
+    "graphrun, session of 2",
+]
 
 
 @pytest.fixture(scope="module")
 def bench(part: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The results of the command itself: one model, four tools, three caps, each cell in a process of its own."""
+    """The results of the command itself: one model, four tools, three caps, each cell in a process
+    of its own."""
     peers = part("peers")
     out = tmp_path_factory.mktemp("peers") / "peers.json"
     made = bench_of(peers, out)
@@ -40,28 +48,41 @@ def bench(part: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
 
 
 def bench_of(peers: Any, out: Path, *more: str) -> Any:
-    made = peers.Bench(peers.options(["--models", "hidream", "--jobs", "2", "--out", str(out), *more]), str(out.parent))
+    made = peers.Bench(
+        peers.options(["--models", "hidream", "--jobs", "2", "--out", str(out), *more]),
+        str(out.parent),
+    )
     made.tools = TOOLS
     made.caps = lambda facts: [1 << 19, facts["graphrun_smallest_bytes"], 3 << 20]
     return made
 
 
 def cells(bench: dict[str, Any], tool: str, kind: str = "run") -> list[dict[str, Any]]:
-    return [c for c in bench["cells"] if c["tool"] == tool and c["kind"] == kind and c["ram_bytes"] is None]
+    return [
+        c
+        for c in bench["cells"]
+        if c["tool"] == tool and c["kind"] == kind and c["ram_bytes"] is None
+    ]
 
 
 @pytest.mark.sweep("peers")
-def test_every_cell_that_finishes_keeps_its_cap_and_has_the_resident_output(bench: dict[str, Any]) -> None:
+def test_every_cell_that_finishes_keeps_its_cap_and_has_the_resident_output(
+    bench: dict[str, Any],
+) -> None:
     finished = [c for c in bench["cells"] if c["status"] == "finished"]
     assert len(finished) >= 6
     for cell in finished:
         assert cell["equal"] is True
         assert len(cell["runs"]) == 2
-        assert cell["cap_bytes"] is None or all(run["peak_bytes"] <= cell["cap_bytes"] for run in cell["runs"])
+        assert cell["cap_bytes"] is None or all(
+            run["peak_bytes"] <= cell["cap_bytes"] for run in cell["runs"]
+        )
 
 
 @pytest.mark.sweep("peers")
-def test_what_does_not_look_at_the_cap_finishes_from_its_peak_on_and_runs_out_below_it(bench: dict[str, Any]) -> None:
+def test_what_does_not_look_at_the_cap_finishes_from_its_peak_on_and_runs_out_below_it(
+    bench: dict[str, Any],
+) -> None:
     free, *capped = cells(bench, "diffusers model offload")
     peak = max(run["peak_bytes"] for run in free["runs"])
     assert {cell["status"] for cell in capped if cell["cap_bytes"] < peak} == {"oom"}
@@ -70,8 +91,13 @@ def test_what_does_not_look_at_the_cap_finishes_from_its_peak_on_and_runs_out_be
 
 
 @pytest.mark.sweep("peers")
-def test_model_offload_leaves_an_encoder_and_peaks_higher_the_second_time_and_graphrun_does_neither(bench: dict[str, Any]) -> None:
-    offload, own = cells(bench, "diffusers model offload")[0]["runs"], cells(bench, "graphrun")[0]["runs"]
+def test_model_offload_leaves_an_encoder_and_peaks_higher_the_second_time_and_graphrun_does_neither(
+    bench: dict[str, Any],
+) -> None:
+    offload, own = (
+        cells(bench, "diffusers model offload")[0]["runs"],
+        cells(bench, "graphrun")[0]["runs"],
+    )
     assert offload[1]["peak_bytes"] > offload[0]["peak_bytes"]
     assert offload[0]["left_bytes"] > 0
     assert own[0] == own[1] | {"seconds": own[0]["seconds"]}
@@ -81,17 +107,28 @@ def test_model_offload_leaves_an_encoder_and_peaks_higher_the_second_time_and_gr
 
 @pytest.mark.sweep("peers")
 def test_where_graphrun_fits_no_peer_makes_the_first_run_faster(bench: dict[str, Any]) -> None:
-    fits = [cell for cell in cells(bench, "graphrun") if cell["status"] == "finished" and cell["cap_bytes"]]
+    fits = [
+        cell
+        for cell in cells(bench, "graphrun")
+        if cell["status"] == "finished" and cell["cap_bytes"]
+    ]
     assert fits
     for cell in fits:
-        others = [c for tool in TOOLS[:3] for c in cells(bench, tool) if c["cap_bytes"] == cell["cap_bytes"]]
+        others = [
+            c
+            for tool in TOOLS[:3]
+            for c in cells(bench, tool)
+            if c["cap_bytes"] == cell["cap_bytes"]
+        ]
         finished = [c["runs"][0]["seconds"] for c in others if c["status"] == "finished"]
         assert cell["runs"][0]["seconds"] <= min(finished, default=1.0)
 
 
 @pytest.mark.sweep("peers")
 def test_a_session_finds_in_its_second_run_what_the_first_left(bench: dict[str, Any]) -> None:
-    one, two = max(cells(bench, "graphrun, session of 2"), key=lambda cell: cell["cap_bytes"] or 0)["runs"]
+    one, two = max(cells(bench, "graphrun, session of 2"), key=lambda cell: cell["cap_bytes"] or 0)[
+        "runs"
+    ]
     assert two["seconds"] < one["seconds"]
     assert two["in_bytes"] < one["in_bytes"] / 10
     assert one["left_bytes"] == two["before_bytes"] == two["left_bytes"] > 0
@@ -103,20 +140,27 @@ def test_measured_is_planned(bench: dict[str, Any]) -> None:
         if cell["status"] == "finished":
             run, planned = cell["runs"][0], cell["planned"]
             assert run["peak_bytes"] <= planned["peak_bytes"]
-            handed_out = run["out_bytes"] / hardware("sim").pageable_bytes_per_second  # the plan ends with the last call
+            # the plan ends with the last call
+            handed_out = run["out_bytes"] / hardware("sim").pageable_bytes_per_second
             assert run["seconds"] - handed_out == pytest.approx(planned["seconds"], rel=0.01)
 
 
 @pytest.mark.sweep("peers")
-def test_where_ram_is_tight_graphrun_reads_the_files_and_says_how_much(bench: dict[str, Any]) -> None:
+def test_where_ram_is_tight_graphrun_reads_the_files_and_says_how_much(
+    bench: dict[str, Any],
+) -> None:
     facts = bench["models"]["hidream"]
     tight = [c for c in bench["cells"] if c["ram_bytes"] is not None and c["tool"] == "graphrun"]
     assert [(c["status"], c["equal"]) for c in tight] == [("finished", True)] * 2
     for cell in tight:
         assert cell["ram_bytes"] == facts["tight_ram_bytes"] < facts["weight_bytes"]
-        assert cell["runs"][0]["read_bytes"] >= 0.99 * facts["weight_bytes"], "from a file, once at least"
+        assert cell["runs"][0]["read_bytes"] >= 0.99 * facts["weight_bytes"], (
+            "from a file, once at least"
+        )
     plain = cells(bench, "graphrun")[0]
-    assert plain["runs"][0]["read_bytes"] == 0, "elsewhere weights are in host memory, as the peers' are"
+    assert plain["runs"][0]["read_bytes"] == 0, (
+        "elsewhere weights are in host memory, as the peers' are"
+    )
 
 
 @pytest.mark.sweep("peers")
@@ -127,7 +171,9 @@ def test_a_tool_that_cannot_run_is_reported_with_its_message(bench: dict[str, An
 
 
 @pytest.mark.sweep("peers")
-def test_a_second_command_runs_only_what_is_missing(part: Any, bench: dict[str, Any], tmp_path: Path) -> None:
+def test_a_second_command_runs_only_what_is_missing(
+    part: Any, bench: dict[str, Any], tmp_path: Path
+) -> None:
     peers, out = part("peers"), tmp_path / "peers.json"
     out.write_text(json.dumps({**bench, "cells": bench["cells"][:-1]}))
     again, ran = bench_of(peers, out, "--resume"), list[str]()
@@ -137,7 +183,9 @@ def test_a_second_command_runs_only_what_is_missing(part: Any, bench: dict[str, 
 
 
 @pytest.mark.sweep("peers")
-def test_the_report_names_the_smallest_budgets_and_says_where_graphrun_is_behind(part: Any, bench: dict[str, Any]) -> None:
+def test_the_report_names_the_smallest_budgets_and_says_where_graphrun_is_behind(
+    part: Any, bench: dict[str, Any]
+) -> None:
     report = part("peers_report")
     of = report.Results(bench)
     page = report.markdown(of, "peers")
@@ -152,14 +200,24 @@ def test_the_report_names_the_smallest_budgets_and_says_where_graphrun_is_behind
     for pairs, run in ((report.ALIKE, "run 1"), (report.UNLIKE, "run 2")):
         told = set(report.behind(report.Results(slower), pairs)) - set(report.behind(of, pairs))
         assert told
-        assert all(f", graphrun, {run}: " in line for line in told), "a cold run is like a peer's first, unlike its second"
-    assert page.index("beside graphrun's cold run") < page.index("The other way round") < page.index("Cells that graphrun alone")
+        assert all(f", graphrun, {run}: " in line for line in told), (
+            "a cold run is like a peer's first, unlike its second"
+        )
+    assert (
+        page.index("beside graphrun's cold run")
+        < page.index("The other way round")
+        < page.index("Cells that graphrun alone")
+    )
     assert page.count("| graphrun |") >= 4
 
 
 def test_a_plot_has_a_line_for_each_tool_that_finished(part: Any) -> None:
     drawn = part("peers_plots").plot(
-        "a < b", {"graphrun": [(1, 2), (2, 1)], "other": [(1, 3)], "none": []}, "MiB", "ms", "graphrun"
+        "a < b",
+        {"graphrun": [(1, 2), (2, 1)], "other": [(1, 3)], "none": []},
+        "MiB",
+        "ms",
+        "graphrun",
     )
     (axes,) = drawn.axes
     assert [(of.get_label(), of.get_xydata().tolist()) for of in axes.lines] == [
@@ -201,7 +259,10 @@ def test_the_full_size_models_of_a_card_make_a_pipeline(part: Any, model: str) -
     from graphrun.modules.build import meta_module
 
     of = part("peers_cell").Subject(model, "cuda", 2)
-    of.modules = {name: meta_module(component, of.graph.trust) for name, component in of.graph.components.items()}
+    of.modules = {
+        name: meta_module(component, of.graph.trust)
+        for name, component in of.graph.components.items()
+    }
     pipeline = of.pipeline()
     assert set(part("peers_tools").modules_of(pipeline)) == set(of.modules)
     assert sum(p.numel() for module in of.modules.values() for p in module.parameters()) > 2e9

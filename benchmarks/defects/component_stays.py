@@ -1,7 +1,9 @@
-"""python benchmarks/defects/component_stays.py: a component stays on the device after ``encode_prompt``; what the next one takes.
+"""python benchmarks/defects/component_stays.py: a component stays on the device after
+``encode_prompt``; what the next one takes.
 
-``enable_model_cpu_offload`` moves a component away when the next one of a fixed list runs. Where only the prompt is encoded nothing
-runs after the last encoder, so it stays; the next ``encode_prompt`` then holds it beside the largest of the others.
+``enable_model_cpu_offload`` moves a component away when the next one of a fixed list runs. Where
+only the prompt is encoded nothing runs after the last encoder, so it stays; the next
+``encode_prompt`` then holds it beside the largest of the others.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from show import show
 
 
 def reproduce() -> dict[str, Any]:
-    """After HiDream's encode_prompt under enable_model_cpu_offload the last encoder stays; a second call peaks higher"""
+    """After HiDream's encode_prompt under enable_model_cpu_offload the last encoder stays; a second
+    call peaks higher"""
     import torch
     from peers_cell import subject
     from peers_machine import Sim
@@ -31,7 +34,12 @@ def reproduce() -> dict[str, Any]:
         pipeline.remove_all_hooks()
         pipeline.to("cpu")
     shown = left[0] >= last_bytes and peaks[1] > peaks[0]
-    return {"shown": shown, "last_encoder_bytes": last_bytes, "left_bytes": left, "peak_bytes": peaks}
+    return {
+        "shown": shown,
+        "last_encoder_bytes": last_bytes,
+        "left_bytes": left,
+        "peak_bytes": peaks,
+    }
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """The state of a batch on disk, from which it resumes after a kill at any moment.
 
-A batch resumes only with the graph, files, versions and inputs it was started with. Knows neither plans nor devices.
+A batch resumes only with the graph, files, versions and inputs it was started with. Knows neither
+plans nor devices.
 
-    dependencies.json     what the batch's outputs depend on: graph, weight files, versions, inputs of every request
-    3/encode.value        outputs of a stage of request 3 that later stages read
-    3/denoise.steps       latents, scheduler state and generator state after a step
-    3/done.json           the output files of request 3, all written; its other state files are deleted then
+    dependencies.json     what the batch's outputs depend on: graph, weight files, versions, inputs
+    of every request 3/encode.value        outputs of a stage of request 3 that later stages read
+    3/denoise.steps       latents, scheduler state and generator state after a step 3/done.json
+    the output files of request 3, all written; its other state files are deleted then
 
     lock                  locked by the process that runs the batch
 
@@ -48,7 +49,9 @@ class Journal:
             folder.mkdir(parents=True, exist_ok=True)
             lock = take_lock(folder / "lock")
         if lock is None:
-            raise InputError(f"{folder}: another process is running this batch; wait for it, or choose another output")
+            raise InputError(
+                f"{folder}: another process is running this batch; wait for it, or choose another output"
+            )
         self._lock = lock
 
     def close(self) -> None:
@@ -56,19 +59,31 @@ class Journal:
         self._lock.release()
 
     def require(self, entries: Mapping[str, str], kind: str = DEPENDENCIES) -> None:
-        """Saves ``entries`` as ``<kind>.json``, or compares them with those saved before. New entries are added.
+        """Saves ``entries`` as ``<kind>.json``, or compares them with those saved before. New
+        entries are added.
 
-        Raises InputError listing each entry that changed, and where there is state of requests without its dependencies.
+        Raises InputError listing each entry that changed, and where there is state of requests
+        without its dependencies.
         """
         path = self.folder / f"{kind}.json"
         data = _read(path)
-        if data is None and kind == DEPENDENCIES and any(each.name.isdigit() for each in self.folder.iterdir()):
-            raise InputError(f"{self.folder}: the state has no readable {path.name}; remove the folder to start over")
+        if (
+            data is None
+            and kind == DEPENDENCIES
+            and any(each.name.isdigit() for each in self.folder.iterdir())
+        ):
+            raise InputError(
+                f"{self.folder}: the state has no readable {path.name}; remove the folder to start over"
+            )
         before = _json(data, {})
-        if not (isinstance(before, dict) and all(isinstance(value, str) for value in before.values())):
+        if not (
+            isinstance(before, dict) and all(isinstance(value, str) for value in before.values())
+        ):
             raise InputError(f"{path}: is damaged; remove the folder to start over")
         changed = [
-            f"  {name}: was {before[name]}, is {entries.get(name, 'gone')}" for name in before if entries.get(name) != before[name]
+            f"  {name}: was {before[name]}, is {entries.get(name, 'gone')}"
+            for name in before
+            if entries.get(name) != before[name]
         ]
         if changed:
             message = f"{self.folder} holds the state of a different batch; undo the change, or remove the folder to start over"
@@ -83,7 +98,8 @@ class Journal:
 
 
 class RequestJournal:
-    """The state of one request in ``folder``. Implements `graphrun.ops.steps.Journal` for its loops."""
+    """The state of one request in ``folder``. Implements `graphrun.ops.steps.Journal` for its
+    loops."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -128,7 +144,10 @@ class RequestJournal:
 
     def save(self, stage: str, state: StepState) -> None:
         """Saves the state of the loop of ``stage``."""
-        _write(self.folder / f"{stage}.steps", pack({each.name: getattr(state, each.name) for each in fields(state)}))
+        _write(
+            self.folder / f"{stage}.steps",
+            pack({each.name: getattr(state, each.name) for each in fields(state)}),
+        )
 
     def forget(self, stage: str) -> None:
         """Deletes the state of the loop of ``stage``, so that it starts at its first step."""
@@ -140,7 +159,9 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(f"{path}: the resume state cannot be written: {error.strerror or error}") from error
+        raise InputError(
+            f"{path}: the resume state cannot be written: {error.strerror or error}"
+        ) from error
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -169,9 +190,17 @@ def _json(data: bytes | None, absent: Any) -> Any:
 def _step_state(found: Any) -> StepState:
     state = StepState(**found)
     tensors, counts = (state.latents, state.generator), (state.done, state.steps)
-    if not (all(isinstance(each, torch.Tensor) for each in tensors) and all(type(each) is int for each in counts)):
+    if not (
+        all(isinstance(each, torch.Tensor) for each in tensors)
+        and all(type(each) is int for each in counts)
+    ):
         raise TypeError("not the state of a loop")
-    state = replace(state, scheduler={name: (value, bool(on_device)) for name, (value, on_device) in state.scheduler.items()})
+    state = replace(
+        state,
+        scheduler={
+            name: (value, bool(on_device)) for name, (value, on_device) in state.scheduler.items()
+        },
+    )
     if not 0 < state.done <= state.steps:
         raise ValueError(f"{state.done} of {state.steps} steps are done")
     return state

@@ -1,7 +1,10 @@
-"""Runs a list of requests by the schedule that is predicted fastest, and resumes where an earlier process was killed.
+"""Runs a list of requests by the schedule that is predicted fastest, and resumes where an earlier
+process was killed.
 
-requests -> skip those that are done -> group by settings (equal sizes: one problem) -> fastest schedule
-         -> groups of requests that fit RAM and disk -> segments -> runs; stage outputs are cached, shared, or wait
+requests -> skip those that are done -> group by settings (equal sizes: one problem) -> fastest
+schedule
+         -> groups of requests that fit RAM and disk -> segments -> runs; stage outputs are cached,
+         shared, or wait
 """
 
 from __future__ import annotations
@@ -42,21 +45,25 @@ Sink = Callable[[Request, Mapping[str, Any]], Iterable[Path]]
 class Batch:
     """The results of a list of requests.
 
-    ``outputs`` and ``errors`` are by request number; outputs that a sink took are not among them. ``done_before``: requests that an
-    earlier process finished. ``lanes``: the runs on the devices of a cluster; empty where there is one device.
+    ``outputs`` and ``errors`` are by request number; outputs that a sink took are not among them.
+    ``done_before``: requests that an earlier process finished. ``lanes``: the runs on the devices
+    of a cluster; empty where there is one device.
     """
 
     outputs: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     done_before: tuple[int, ...] = ()
     schedules: list[Schedule] = field(default_factory=list)
-    traces: list[tuple[tuple[str, ...], int, Trace]] = field(default_factory=list)  # stages, request number, trace
-    shared: dict[str, int] = field(default_factory=dict)  # stage -> runs saved: outputs cached or equal to another request's
+    # stages, request number, trace
+    traces: list[tuple[tuple[str, ...], int, Trace]] = field(default_factory=list)
+    # stage -> runs saved: outputs cached or equal to another request's
+    shared: dict[str, int] = field(default_factory=dict)
     lanes: list[Lane] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
-        """Seconds of all runs, measured on the device's clock; on several devices until the last one is done."""
+        """Seconds of all runs, measured on the device's clock; on several devices until the last
+        one is done."""
         if self.lanes:
             return max(lane.end_seconds for lane in self.lanes)
         return sum(trace.seconds for _, _, trace in self.traces)
@@ -71,11 +78,13 @@ class Batch:
 class BatchContext:
     """What a batch runs with.
 
-    ``estimate(values)`` returns the problem for input values, ``solve`` a plan for it. ``reuse(values)`` returns the output cache
-    for them; None: no cache. ``device_name`` is part of the cache keys, since outputs may differ between devices. ``device``: None
-    opens the one of the first problem. ``strict``: raise the error of the first request that fails. ``segments``: as for
-    `schedules`. ``host``: backing stores of the whole graph, in place of ``modules``; segments use their parts of it.
-    ``elsewhere(graph, requests, context, batch)`` runs requests of equal settings in place of this process.
+    ``estimate(values)`` returns the problem for input values, ``solve`` a plan for it.
+    ``reuse(values)`` returns the output cache for them; None: no cache. ``device_name`` is part of
+    the cache keys, since outputs may differ between devices. ``device``: None opens the one of the
+    first problem. ``strict``: raise the error of the first request that fails. ``segments``: as for
+    `schedules`. ``host``: backing stores of the whole graph, in place of ``modules``; segments use
+    their parts of it. ``elsewhere(graph, requests, context, batch)`` runs requests of equal
+    settings in place of this process.
     """
 
     estimate: Callable[[Mapping[str, Any]], Problem]
@@ -95,7 +104,8 @@ class BatchContext:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unfinished:
-    """A request that is not done: where its outputs are saved, and ``ready``, the graph's outputs until all of them are there."""
+    """A request that is not done: where its outputs are saved, and ``ready``, the graph's outputs
+    until all of them are there."""
 
     request: Request
     keys: Keys
@@ -105,23 +115,32 @@ class Unfinished:
 
 
 def run_requests(graph: Graph, requests: Sequence[Request], context: BatchContext) -> Batch:
-    """Runs every request that has no error. Requests with equal settings share plans and loaded weights.
+    """Runs every request that has no error. Requests with equal settings share plans and loaded
+    weights.
 
-    A request whose run fails on the device gets an error and the others run, unless ``context.strict``. Raises what planning
-    raises, and InputError where the journal is of another batch or cannot be written; outputs finished by then are with the sink.
-    Closes the journal.
+    A request whose run fails on the device gets an error and the others run, unless
+    ``context.strict``. Raises what planning raises, and InputError where the journal is of another
+    batch or cannot be written; outputs finished by then are with the sink. Closes the journal.
     """
     batch, device = Batch(), context.device
-    with contextlib.nullcontext() if context.journal is None else contextlib.closing(context.journal):
+    with (
+        contextlib.nullcontext() if context.journal is None else contextlib.closing(context.journal)
+    ):
         for request in requests:
             if request.error:
                 batch.errors[request.number] = request.error
                 context.watcher.left_out(request)
         good = [request for request in requests if not request.error]
         if context.journal is not None:
-            inputs = {f"inputs of request {request.number}": _fingerprint(request) for request in good}
+            inputs = {
+                f"inputs of request {request.number}": _fingerprint(request) for request in good
+            }
             context.journal.require(dependencies(graph, context.device_name) | inputs)
-            done = {request.number: journal for request in good if (journal := context.journal.request(request.number)).done}
+            done = {
+                request.number: journal
+                for request in good
+                if (journal := context.journal.request(request.number)).done
+            }
             for journal in done.values():
                 journal.tidy()
             batch.done_before = tuple(done)
@@ -142,12 +161,15 @@ def run_requests(graph: Graph, requests: Sequence[Request], context: BatchContex
 
 
 def restarting_loops(graph: Graph) -> list[tuple[str, str]]:
-    """The stages whose loops cannot resume at a step but restart at their first, each with the reason."""
+    """The stages whose loops cannot resume at a step but restart at their first, each with the
+    reason."""
     found = []
     for stage in graph.stages:
         if stage.op == "denoise":
             pipeline = graph.pipeline_called(stage.pipeline)
-            if why := why_not(resolve_class(pipeline.class_path, graph.trust, pipeline.where, "pipeline")):
+            if why := why_not(
+                resolve_class(pipeline.class_path, graph.trust, pipeline.where, "pipeline")
+            ):
                 found.append((stage.name, why))
     return found
 
@@ -157,22 +179,41 @@ def _fingerprint(request: Request) -> str:
 
 
 class Works:
-    """Requests with equal settings: what is known of them, and what they end with. ``ram_bytes``: for values that wait."""
+    """Requests with equal settings: what is known of them, and what they end with. ``ram_bytes``:
+    for values that wait."""
 
-    def __init__(self, graph: Graph, requests: Sequence[Request], context: BatchContext, batch: Batch, ram_bytes: int) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        requests: Sequence[Request],
+        context: BatchContext,
+        batch: Batch,
+        ram_bytes: int,
+    ) -> None:
         self.graph, self.context, self.batch = graph, context, batch
         self.last = {reference.name for reference in graph.outputs.values()}
         self.values, self.todo = Values(ram_bytes), [self._work(request) for request in requests]
 
     def _work(self, request: Request) -> Unfinished:
-        """Its keys tell which requests have equal outputs. Without a cache files are not read: they are equal for all."""
+        """Its keys tell which requests have equal outputs. Without a cache files are not read: they
+        are equal for all."""
         context = self.context
         reuse = context.reuse(request.inputs) if context.reuse is not None else None
-        keys = Keys(self.graph, request.inputs, context.device_name, str) if reuse is None else reuse.keys
-        return Unfinished(request, keys, reuse, context.journal.request(request.number) if context.journal is not None else None)
+        keys = (
+            Keys(self.graph, request.inputs, context.device_name, str)
+            if reuse is None
+            else reuse.keys
+        )
+        return Unfinished(
+            request,
+            keys,
+            reuse,
+            context.journal.request(request.number) if context.journal is not None else None,
+        )
 
     def _found(self, work: Unfinished) -> set[str]:
-        """The stages of ``work`` whose outputs are known: in the journal or in the cache. Stores these in ``values``."""
+        """The stages of ``work`` whose outputs are known: in the journal or in the cache. Stores
+        these in ``values``."""
         found: dict[str, Any] = {}
         for stage in self.graph.stages:
             if work.journal is not None and stage.name not in self.last:
@@ -185,7 +226,8 @@ class Works:
         return {name.partition(".")[0] for name in found}
 
     def _finish(self, work: Unfinished, outputs: Mapping[str, Any]) -> None:
-        """Stores the ``outputs`` of a run: values for later segments wait; all outputs of the graph together go to the sink."""
+        """Stores the ``outputs`` of a run: values for later segments wait; all outputs of the graph
+        together go to the sink."""
         number = work.request.number
         for name, value in outputs.items():
             if name in self.graph.outputs:
@@ -206,21 +248,26 @@ class Works:
         self.context.watcher.done(work.request, files)
 
     def _fail(self, work: Unfinished, error: GraphrunError) -> None:
-        """Records ``error``. The journal stays, so that the same batch can run the request again."""
+        """Records ``error``. The journal stays, so that the same batch can run the request
+        again."""
         self.batch.errors[work.request.number] = str(error)
         self.context.watcher.left_out(replace(work.request, error=str(error)))
         self.values.drop(work.request.number)
         self.todo.remove(work)
 
     def _require_choices(self, schedule: Schedule) -> None:
-        """Saves the plans' choices in the journal, or compares them: another precision would give other outputs."""
+        """Saves the plans' choices in the journal, or compares them: another precision would give
+        other outputs."""
         problem = schedule.segments[0].solution.problem
         if self.context.journal is None or not problem.allow:
             return
         entries: dict[str, str] = {}
         for segment in schedule.segments:
             choices = choices_of(segment.solution)
-            entries |= {f"variant of {name}": " on the ".join(variant) for name, variant in choices.variants.items()}
+            entries |= {
+                f"variant of {name}": " on the ".join(variant)
+                for name, variant in choices.variants.items()
+            }
             entries |= {f"option of {name}": option for name, option in choices.options.items()}
             entries |= {"blocks": "compiled"} if choices.compiled else {}
         settings = " ".join(f"{name}={value}" for name, value in problem.settings)
@@ -231,7 +278,13 @@ class _Runner(Works):
     """Runs requests with equal settings on one device."""
 
     def __init__(
-        self, graph: Graph, problem: Problem, requests: Sequence[Request], context: BatchContext, device: Device, batch: Batch
+        self,
+        graph: Graph,
+        problem: Problem,
+        requests: Sequence[Request],
+        context: BatchContext,
+        device: Device,
+        batch: Batch,
     ) -> None:
         super().__init__(graph, requests, context, batch, problem.ram_bytes)
         self.problem, self.device = problem, device
@@ -241,12 +294,22 @@ class _Runner(Works):
         with self.values:
             for work, found in [(work, self._found(work)) for work in self.todo]:
                 self._resume_loop(work, found)
-            counts = {stage.name: len(self._distinct((stage.name,), self.todo)) for stage in self.graph.stages}
+            counts = {
+                stage.name: len(self._distinct((stage.name,), self.todo))
+                for stage in self.graph.stages
+            }
             for stage, number in counts.items():
                 self.batch.shared[stage] = self.batch.shared.get(stage, 0) + len(self.todo) - number
             if not self.todo:
                 return
-            schedule = schedules(self.graph, self.problem, counts, len(self.todo), self.context.solve, self.context.segments)[0]
+            schedule = schedules(
+                self.graph,
+                self.problem,
+                counts,
+                len(self.todo),
+                self.context.solve,
+                self.context.segments,
+            )[0]
             self.values.ram_bytes = schedule.room_bytes
             self._require_choices(schedule)
             self.batch.schedules.append(schedule)
@@ -254,12 +317,15 @@ class _Runner(Works):
             works = list(self.todo)
             for begin in range(0, len(works), schedule.group):
                 for segment in schedule.segments:
-                    group = [work for work in works[begin : begin + schedule.group] if work in self.todo]
+                    group = [
+                        work for work in works[begin : begin + schedule.group] if work in self.todo
+                    ]
                     if distinct := self._distinct(segment.stages, group):
                         self._session(segment, distinct, (BrokenPlan, LeftOut))
 
     def _resume_loop(self, work: Unfinished, found: set[str]) -> None:
-        """Finishes a loop that was interrupted, from its last saved step. ``found``: stages whose outputs are known."""
+        """Finishes a loop that was interrupted, from its last saved step. ``found``: stages whose
+        outputs are known."""
         for stage in self.graph.stages:
             if work.journal is None or (state := work.journal.state(stage.name)) is None:
                 continue
@@ -283,8 +349,14 @@ class _Runner(Works):
             work.journal.forget(stage)
         self.context.watcher.restarts(f"{stage} of request {work.request.number}", str(why))
 
-    def _session(self, segment: Segment, todo: Sequence[Sequence[Unfinished]], failures: tuple[type[GraphrunError], ...]) -> None:
-        """Runs ``segment`` as a session, once for the first of each list in ``todo``, whose outputs all of the list share.
+    def _session(
+        self,
+        segment: Segment,
+        todo: Sequence[Sequence[Unfinished]],
+        failures: tuple[type[GraphrunError], ...],
+    ) -> None:
+        """Runs ``segment`` as a session, once for the first of each list in ``todo``, whose outputs
+        all of the list share.
 
         An error of a type in ``failures`` is recorded for all of the list; others are raised.
         """
@@ -308,8 +380,11 @@ class _Runner(Works):
                     for work in works:
                         self._finish(work, trace.outputs)
 
-    def _arguments(self, graph: Graph, works: Sequence[Unfinished], solution: Solution) -> dict[str, Any]:
-        """Further arguments of `stages_for`: precomputed values, the journal, and the callback after each stage."""
+    def _arguments(
+        self, graph: Graph, works: Sequence[Unfinished], solution: Solution
+    ) -> dict[str, Any]:
+        """Further arguments of `stages_for`: precomputed values, the journal, and the callback
+        after each stage."""
         first, names = works[0], [str(reference)[1:] for reference in graph.precomputed]
         choices = choices_of(solution)
 
@@ -323,8 +398,11 @@ class _Runner(Works):
         precomputed = {name: self.values.get(first.request.number, name) for name in names}
         return {"precomputed": precomputed, "journal": first.journal, "after_stage": after_stage}
 
-    def _distinct(self, stages: Sequence[str], works: Sequence[Unfinished]) -> list[list[Unfinished]]:
-        """Requests whose outputs of ``stages`` are still missing, those with equal outputs in one list."""
+    def _distinct(
+        self, stages: Sequence[str], works: Sequence[Unfinished]
+    ) -> list[list[Unfinished]]:
+        """Requests whose outputs of ``stages`` are still missing, those with equal outputs in one
+        list."""
         wanted = [str(reference)[1:] for reference in self.graph.part(stages).outputs.values()]
         found: dict[Any, list[Unfinished]] = {}
         for work in works:

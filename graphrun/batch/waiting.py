@@ -1,4 +1,5 @@
-"""Stage outputs that wait between two segments of a schedule: in RAM up to a limit, then on disk."""
+"""Stage outputs that wait between two segments of a schedule: in RAM up to a limit, then on
+disk."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from graphrun.batch.cache.pack import pack, unpack
 class Values(contextlib.ExitStack):
     """Stage outputs by request, on the host. A context manager.
 
-    At most ``ram_bytes`` are held in RAM. The others are written to a temporary folder, which is deleted on exit.
+    At most ``ram_bytes`` are held in RAM. The others are written to a temporary folder, which is
+    deleted on exit.
     """
 
     def __init__(self, ram_bytes: int) -> None:
@@ -30,13 +32,16 @@ class Values(contextlib.ExitStack):
         return sum(nbytes for _, nbytes in self._held.values())
 
     def put(self, request: int, name: str, value: Any) -> None:
-        """Stores ``value`` as output ``name`` (as in ``encode.embeds``) of request number ``request``."""
+        """Stores ``value`` as output ``name`` (as in ``encode.embeds``) of request number
+        ``request``."""
         nbytes = _nbytes(value, set())
         if self.held_bytes + nbytes <= self.ram_bytes:
             self._held[request, name] = (value, nbytes)
             return
         if self._folder is None:
-            self._folder = Path(self.enter_context(tempfile.TemporaryDirectory(prefix="graphrun-values-")))
+            self._folder = Path(
+                self.enter_context(tempfile.TemporaryDirectory(prefix="graphrun-values-"))
+            )
         self._stored[request, name] = path = self._folder / f"{request}-{name}"
         path.write_bytes(pack(value))
 

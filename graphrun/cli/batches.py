@@ -1,4 +1,5 @@
-"""``graphrun run`` with ``--inputs`` or ``--resume``: a list of requests, or a single one that can be resumed."""
+"""``graphrun run`` with ``--inputs`` or ``--resume``: a list of requests, or a single one that can
+be resumed."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ def run_batch(
     trace_file: Path | None = None,
     **options: Any,
 ) -> None:
-    """Runs ``graph`` for the requests in the file ``inputs``, or for a single one, and shows the results. ``options`` are as for
-    `graphrun.run_many`.
+    """Runs ``graph`` for the requests in the file ``inputs``, or for a single one, and shows the
+    results. ``options`` are as for `graphrun.run_many`.
 
     Exits with 2 where requests were left out.
     """
@@ -55,22 +56,34 @@ def run_batch(
         refuse_broken(found)  # before torch is imported
     arguments = asked.estimate_arguments
     if cluster is None:
-        cards = [hardware_for(of.hardware, of.device, True, cache) for of in per_device(asked.vram, asked.hardware, asked.device)]
+        cards = [
+            hardware_for(of.hardware, of.device, True, cache)
+            for of in per_device(asked.vram, asked.hardware, asked.device)
+        ]
         arguments |= {"vram": budgeted(asked, cards[0]).vram, "hardware": cards}
     else:
         alike = ("allow", "keep", "exclude", "pin", "reserve", "until")
-        arguments = {"cluster": cluster_of(cluster, asked), **{name: arguments[name] for name in alike}}
+        arguments = {
+            "cluster": cluster_of(cluster, asked),
+            **{name: arguments[name] for name in alike},
+        }
     planfile.require_writable(trace_file)
     of_list = inputs is not None
-    target = files_for(graph, output, asked.inputs, overwrite=overwrite, of_list=of_list, resume=resume)
+    target = files_for(
+        graph, output, asked.inputs, overwrite=overwrite, of_list=of_list, resume=resume
+    )
     state = state_folder(target) if resume else None
     requests = [_with_rate(request, graph, target, asked.inputs) for request in requests]
     if inputs is not None:
         places = _places(target, found, graph)
-        for of in places.values() if not overwrite and (state is None or not state.exists()) else ():
+        for of in (
+            places.values() if not overwrite and (state is None or not state.exists()) else ()
+        ):
             refuse_existing(of, graph.kinds())
     told, files = None if as_json else say, dict[int, list[str]]()
-    downloaded(asked_for(graph.without_sources() if options["random_weights"] else graph, told), told)
+    downloaded(
+        asked_for(graph.without_sources() if options["random_weights"] else graph, told), told
+    )
 
     def sink(request: Request, outputs: Mapping[str, Any]) -> list[Path]:
         to = places[request.number] if inputs is not None else target
@@ -97,12 +110,18 @@ def run_batch(
         kept = "their files stay; --resume saves the state of a list, so that it can go on"
         if state is not None:
             kept = f"the state is in {state}; the same command goes on from there"
-        raise Interrupted(f"interrupted: {len(files)} of {len(requests)} requests are done, {kept}") from None
+        raise Interrupted(
+            f"interrupted: {len(files)} of {len(requests)} requests are done, {kept}"
+        ) from None
     if trace_file is not None:
         from graphrun.report.lanes import lanes_json
 
         planfile.write_json(trace_file, lanes_json(trace_file.name, batch.lanes))
-    show(_batch_json(batch, len(requests), files), as_json, _batch_screen(batch, len(requests), files))
+    show(
+        _batch_json(batch, len(requests), files),
+        as_json,
+        _batch_screen(batch, len(requests), files),
+    )
     if batch.errors:
         raise typer.Exit(2)
 
@@ -111,18 +130,24 @@ def _count(requests: Sequence[Request], graph: Graph) -> int:
     """The number of the resolved ``requests``, or of all items of their lists."""
     if not (name := graph.list_input):
         return len(requests)
-    return sum(1 if request.error else len(graph.inputs[name].items(request.inputs[name])) for request in requests)
+    return sum(
+        1 if request.error else len(graph.inputs[name].items(request.inputs[name]))
+        for request in requests
+    )
 
 
 def _places(target: Files, requests: Sequence[Request], graph: Graph) -> dict[int, Files]:
-    """The output files of each of the resolved ``requests`` that can be run. Raises InputError where two have the same."""
+    """The output files of each of the resolved ``requests`` that can be run. Raises InputError
+    where two have the same."""
     made, seen = dict[int, Files](), dict[Path, int]()
     for request in requests:
         if not request.error:
             made[request.number] = named(target, request.number, request.inputs, graph.kinds())
             for path in made[request.number].values():
                 if (other := seen.setdefault(path, request.number)) != request.number:
-                    raise InputError(f"{path}: lines {other} and {request.number} have this file: add {{line:04d}} to -o")
+                    raise InputError(
+                        f"{path}: lines {other} and {request.number} have this file: add {{line:04d}} to -o"
+                    )
     return made
 
 
@@ -192,7 +217,9 @@ def _batch_screen(batch: Batch, requests: int, files: Mapping[int, Sequence[str]
         names = ", ".join(dict.fromkeys(schedule.name for schedule in batch.schedules))
         lines.append(f"{names}  predicted {show_seconds(predicted)}, moves {show_size(moved)} in")
     if batch.traces:
-        lines.append(f"measured {show_seconds(batch.seconds)}, moved {show_size(batch.moved_bytes)} in {len(batch.traces)} runs")
+        lines.append(
+            f"measured {show_seconds(batch.seconds)}, moved {show_size(batch.moved_bytes)} in {len(batch.traces)} runs"
+        )
     if shared := ", ".join(f"{name} {number}" for name, number in batch.shared.items() if number):
         lines.append(f"runs saved, since their outputs were cached or equal: {shared}")
     if written := [path for number in sorted(files) for path in files[number]]:

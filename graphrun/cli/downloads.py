@@ -1,4 +1,5 @@
-"""What a run downloads from the hub: asked for before planning, which then takes seconds, and downloaded after it."""
+"""What a run downloads from the hub: asked for before planning, which then takes seconds, and
+downloaded after it."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ Told = Callable[[str], None] | None
 
 
 def asked_for(graph: Graph, told: Told) -> list[Download]:
-    """What is to be downloaded to run ``graph``, after asking the hub for it. Raises GraphError where a run would fail for it: a
-    source that is not there or may not be read, a full disk."""
+    """What is to be downloaded to run ``graph``, after asking the hub for it. Raises GraphError
+    where a run would fail for it: a source that is not there or may not be read, a full disk."""
     from graphrun.modules.needs import look, missing
 
     if not (needs := missing(graph)):
@@ -28,7 +29,9 @@ def asked_for(graph: Graph, told: Told) -> list[Download]:
     for of in found:
         licence = f", licence {of.licence}" if of.licence else ""
         if told is not None:
-            told(f"{of.repository} at {of.commit[:8]}: {show_size(of.nbytes)} in {of.files} files to download{licence}")
+            told(
+                f"{of.repository} at {of.commit[:8]}: {show_size(of.nbytes)} in {of.files} files to download{licence}"
+            )
     return found
 
 

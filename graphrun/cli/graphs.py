@@ -1,4 +1,5 @@
-"""The commands that draw a graph, ``graph``, and that list those that come with graphrun, ``list``."""
+"""The commands that draw a graph, ``graph``, and that list those that come with graphrun,
+``list``."""
 
 from __future__ import annotations
 
@@ -8,7 +9,17 @@ from typing import Annotated
 import typer
 
 from graphrun import api
-from graphrun.cli.common import AsJson, OnlyGraph, app, cache_folder, hardware_for, load, say, show, write_or_print
+from graphrun.cli.common import (
+    AsJson,
+    OnlyGraph,
+    app,
+    cache_folder,
+    hardware_for,
+    load,
+    say,
+    show,
+    write_or_print,
+)
 from graphrun.cli.options import Asked, shared
 from graphrun.errors import GraphrunError, InputError
 from graphrun.graph.document import read_document, read_json
@@ -26,9 +37,13 @@ def graph(
     graph: OnlyGraph,
     asked: Asked,
     kind: Annotated[str, typer.Option("--as", help="mermaid or dot (text), or svg (a picture).")],
-    out: Annotated[Path | None, typer.Option("-o", help="Where it goes; default: the screen.", show_default=False)] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", help="Where it goes; default: the screen.", show_default=False),
+    ] = None,
 ) -> None:
-    """Draw a graph: its stages, the components they use, the values between them, with bytes as in estimate. No weights, no GPU."""
+    """Draw a graph: its stages, the components they use, the values between them, with bytes as in
+    estimate. No weights, no GPU."""
     from graphrun.report.graph_svg import graph_svg
     from graphrun.report.graph_text import dot, drawn, mermaid
 
@@ -42,17 +57,32 @@ def graph(
     estimate, note = None, "sizes are not known"
     try:
         estimate = api.survey(loaded, hardware=hardware, inputs=inputs, cache=cache)
-        note = "  ".join((hardware.name, " ".join(f"{name}={value}" for name, value in estimate["settings"].items())))
+        note = "  ".join(
+            (
+                hardware.name,
+                " ".join(f"{name}={value}" for name, value in estimate["settings"].items()),
+            )
+        )
     except Exception as error:  # noqa: BLE001  (whatever the pipeline's own code raises: a graph can be drawn without it)
-        what = str(error) if isinstance(error, GraphrunError) else f"{type(error).__name__}: {error}"
+        what = (
+            str(error) if isinstance(error, GraphrunError) else f"{type(error).__name__}: {error}"
+        )
         say(f"graphrun: drawn without bytes, since there is no dry run: {what}")
     shown = drawn(loaded.to_networkx(estimate))
-    write_or_print(graph_svg(shown, note) if kind == "svg" else mermaid(shown) if kind == "mermaid" else dot(shown), out)
+    write_or_print(
+        graph_svg(shown, note)
+        if kind == "svg"
+        else mermaid(shown)
+        if kind == "mermaid"
+        else dot(shown),
+        out,
+    )
 
 
 @app.command("list")
 def list_graphs(as_json: AsJson = False) -> None:
-    """List graphrun's own graphs: parameters, the smallest card that runs them, predicted seconds on it, license of the weights."""
+    """List graphrun's own graphs: parameters, the smallest card that runs them, predicted seconds
+    on it, license of the weights."""
     figures, rows = read_json(graphs_folder() / FIGURES), []
     for name in shipped_graphs():
         data = read_document(graph_file(name)).data

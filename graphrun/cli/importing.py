@@ -27,7 +27,14 @@ def import_(
             show_default=False,
         ),
     ],
-    out: Annotated[Path, typer.Option("-o", help="The graph file; configurations go to configs/ beside it.", show_default=False)],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "-o",
+            help="The graph file; configurations go to configs/ beside it.",
+            show_default=False,
+        ),
+    ],
     config: Annotated[
         Names,
         typer.Option(
@@ -38,21 +45,37 @@ def import_(
     ] = None,
     dtype: Annotated[
         Names,
-        typer.Option(help="bfloat16, float16, float32 for all components, or NAME=DTYPE. Repeatable.", show_default=False),
+        typer.Option(
+            help="bfloat16, float16, float32 for all components, or NAME=DTYPE. Repeatable.",
+            show_default=False,
+        ),
     ] = None,
-    without: Annotated[Names, typer.Option(help="A part to leave out: safety_checker. Repeatable.", show_default=False)] = None,
+    without: Annotated[
+        Names,
+        typer.Option(help="A part to leave out: safety_checker. Repeatable.", show_default=False),
+    ] = None,
     set_: Annotated[
         Names,
-        typer.Option("--set", help="An input's default, or another argument: name=value. Repeatable.", show_default=False),
+        typer.Option(
+            "--set",
+            help="An input's default, or another argument: name=value. Repeatable.",
+            show_default=False,
+        ),
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="A commit, branch or tag on the hub.", show_default=False)] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="A commit, branch or tag on the hub.", show_default=False)
+    ] = None,
     whole: Annotated[
-        bool, typer.Option("--whole", help="A single stage, even where the pipeline can be split into stages.")
+        bool,
+        typer.Option(
+            "--whole", help="A single stage, even where the pipeline can be split into stages."
+        ),
     ] = False,
     trust_package: Trust = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the graph file.")] = False,
 ) -> None:
-    """Write a graph file for an existing pipeline, from its configurations and a dry run of its own code.
+    """Write a graph file for an existing pipeline, from its configurations and a dry run of its own
+    code.
 
     No weights are fetched or read, and no code that comes with a checkpoint is run.
     """
@@ -65,8 +88,13 @@ def import_(
     require_writable(out)
     configs = dict(pair("--config", text) if "=" in text else ("", text) for text in config or [])
     dtypes = {name: value for name, _, value in (text.rpartition("=") for text in dtype or [])}
-    sets = {name: _value(name, value) for name, value in (pair("--set", text, may_be_empty=True) for text in set_ or [])}
-    asked = Asked(configs, dtypes, tuple(without or ()), sets, revision, whole, tuple(trust_package or ()))
+    sets = {
+        name: _value(name, value)
+        for name, value in (pair("--set", text, may_be_empty=True) for text in set_ or [])
+    }
+    asked = Asked(
+        configs, dtypes, tuple(without or ()), sets, revision, whole, tuple(trust_package or ())
+    )
     with native_stdout_to_stderr():
         imported = import_source(source, asked)
         imported.write(out, force=force)
@@ -88,7 +116,8 @@ def imported_screen(imported: Imported, path: Path) -> str:
 
 
 def _value(name: str, text: str) -> Any:
-    """``text`` parsed as YAML: 512, 0.5, true, [1, 2], or a string, which may be empty. Raises InputError."""
+    """``text`` parsed as YAML: 512, 0.5, true, [1, 2], or a string, which may be empty. Raises
+    InputError."""
     import yaml
 
     try:

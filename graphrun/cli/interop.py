@@ -1,4 +1,5 @@
-"""The commands ``export`` and ``map``: plans to and from diffusers calls and accelerate device maps."""
+"""The commands ``export`` and ``map``: plans to and from diffusers calls and accelerate device
+maps."""
 
 from __future__ import annotations
 
@@ -19,11 +20,20 @@ from graphrun.report import plan_files as planfile
 @app.command()
 def export(
     plan: Annotated[Path, typer.Argument(help="A plan saved with -o.", show_default=False)],
-    kind: Annotated[str, typer.Option("--as", help="diffusers (a script of plain calls) or accelerate (device maps, JSON).")],
-    out: Annotated[Path | None, typer.Option("-o", help="The output file; default: stdout.", show_default=False)] = None,
+    kind: Annotated[
+        str,
+        typer.Option(
+            "--as", help="diffusers (a script of plain calls) or accelerate (device maps, JSON)."
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", help="The output file; default: stdout.", show_default=False),
+    ] = None,
     trust_package: Trust = None,
 ) -> None:
-    """Translate a plan to diffusers calls or accelerate device maps, as nearly as possible; comments say what is lost."""
+    """Translate a plan to diffusers calls or accelerate device maps, as nearly as possible;
+    comments say what is lost."""
     solution, saved = planfile.read_solution(plan)
     problem, source = solution.problem, planfile.graph_path(plan, saved)
     graph = api.load(source, trust=trust_package or ()).until(problem.until)
@@ -44,12 +54,25 @@ def export(
 
 @app.command("map")
 def map_(
-    plan: Annotated[Path, typer.Argument(help="A plan saved with -o: its graph and budgets apply.", show_default=False)],
-    maps: Annotated[Path, typer.Argument(help="Device maps by component, JSON, as export --as accelerate writes them.")],
-    out: Annotated[Path | None, typer.Option("-o", help="Save the plan to this file.", show_default=False)] = None,
+    plan: Annotated[
+        Path,
+        typer.Argument(
+            help="A plan saved with -o: its graph and budgets apply.", show_default=False
+        ),
+    ],
+    maps: Annotated[
+        Path,
+        typer.Argument(
+            help="Device maps by component, JSON, as export --as accelerate writes them."
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option("-o", help="Save the plan to this file.", show_default=False)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the plan that accelerate's device maps amount to, with its memory and time. Refused where it does not fit."""
+    """Show the plan that accelerate's device maps amount to, with its memory and time. Refused
+    where it does not fit."""
     from graphrun.diffusers_.device_map import plan_for
     from graphrun.report.screen import plan_screen
     from graphrun.report.summary import summarize
@@ -66,10 +89,15 @@ def map_(
 def _maps_in(path: Path) -> dict[str, dict[str, int | str]]:
     """The device maps in the file at ``path``. Raises InputError where it holds something else."""
     found = read_json(path, PlanError)
-    if isinstance(found, dict):  # `hf_device_map` of a pipeline loaded with device_map="balanced" has a device per component
+    if isinstance(
+        found, dict
+    ):  # `hf_device_map` of a pipeline loaded with device_map="balanced" has a device per component
         found = {name: {"": at} if isinstance(at, int | str) else at for name, at in found.items()}
     inner = list(found.values()) if isinstance(found, dict) else [None]
-    if not all(isinstance(each, dict) and all(isinstance(at, int | str) for at in each.values()) for each in inner):
+    if not all(
+        isinstance(each, dict) and all(isinstance(at, int | str) for at in each.values())
+        for each in inner
+    ):
         raise InputError(
             f'{path}: does not hold device maps by component, such as {{"transformer": {{"transformer_blocks": "cpu", "": 0}}}}'
         )

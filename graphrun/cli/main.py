@@ -1,4 +1,5 @@
-"""The entry point of the ``graphrun`` command: its commands, and errors as messages with an exit code.
+"""The entry point of the ``graphrun`` command: its commands, and errors as messages with an exit
+code.
 
 Exit codes: 0 done, 1 over a limit, 2 bad input, 3 infeasible, 4 the run broke its plan.
 """
@@ -39,26 +40,38 @@ def _show_version(asked: bool) -> None:
 @app.callback()
 def about(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=_show_version)
+        bool,
+        typer.Option(
+            "--version", help="Print the version and leave.", is_eager=True, callback=_show_version
+        ),
     ] = False,
     limit: Annotated[
         list[str] | None,
-        typer.Option(help="Accept more of files and inputs: name=number, such as steps=20000 (docs/security.md). Repeatable."),
+        typer.Option(
+            help="Accept more of files and inputs: name=number, such as steps=20000 (docs/security.md). Repeatable."
+        ),
     ] = None,
 ) -> None:
-    """Run diffusion pipelines on GPUs that are too small for them: plan the placement of all weights, then execute that plan.
+    """Run diffusion pipelines on GPUs that are too small for them: plan the placement of all
+    weights, then execute that plan.
 
     Exit codes: 0 done, 1 over a limit, 2 bad input, 3 infeasible, 4 the run broke its plan.
     """
     for name, value in (pair("--limit", text) for text in limit or ()):
         if not value.isdecimal() or len(value) > LIMITS.digits:
-            raise InputError(f"--limit {name}={value[:40]}: give a number, such as --limit steps=20000")
+            raise InputError(
+                f"--limit {name}={value[:40]}: give a number, such as --limit steps=20000"
+            )
         raise_limits(**{name: int(value)})
 
 
 def main() -> NoReturn:
-    """Entry point of the ``graphrun`` command. A `GraphrunError` becomes a message and an exit code, without a traceback."""
-    for stream in (sys.stdout, sys.stderr):  # a pipe is UTF-8 on Windows too, and no terminal is too old for a screen's blocks
+    """Entry point of the ``graphrun`` command. A `GraphrunError` becomes a message and an exit
+    code, without a traceback."""
+    for stream in (
+        sys.stdout,
+        sys.stderr,
+    ):  # a pipe is UTF-8 on Windows too, and no terminal is too old for a screen's blocks
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="replace")
     warnings.filterwarnings("ignore")
@@ -75,7 +88,8 @@ def main() -> NoReturn:
 
 
 def _interrupt_again(lost: sys.UnraisableHookArgs) -> None:
-    """Python drops an interrupt that arrives inside ``__del__`` (of the tokenizers' regular expressions, for example)."""
+    """Python drops an interrupt that arrives inside ``__del__`` (of the tokenizers' regular
+    expressions, for example)."""
     if isinstance(lost.exc_value, KeyboardInterrupt):
         threading.Timer(0.1, _thread.interrupt_main).start()
     else:
@@ -83,7 +97,8 @@ def _interrupt_again(lost: sys.UnraisableHookArgs) -> None:
 
 
 def _show_error(error: GraphrunError) -> None:
-    """Prints the message to stderr; with ``--json`` also the data of an infeasible budget to stdout."""
+    """Prints the message to stderr; with ``--json`` also the data of an infeasible budget to
+    stdout."""
     from graphrun.solve.infeasible import Infeasible
 
     if not isinstance(error, Infeasible):
@@ -92,7 +107,9 @@ def _show_error(error: GraphrunError) -> None:
     from graphrun.report.screen import Look
     from graphrun.report.whatif_screens import infeasible_json, infeasible_screen, typed
 
-    options = next(filter(None, (typed(repair, error.capacity_bytes) for repair in error.repairs)), "")
+    options = next(
+        filter(None, (typed(repair, error.capacity_bytes) for repair in error.repairs)), ""
+    )
     then = f"next: graphrun {retyped(sys.argv[1:], options.split())}" if options else ""
     coloured(infeasible_screen(error, Look(width(), then=then)), err=True)
     if "--json" in sys.argv:

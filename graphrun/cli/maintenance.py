@@ -1,4 +1,5 @@
-"""The commands ``doctor`` and ``calibrate``, about this machine, and ``cache ls``, ``rm`` and ``verify``, for cached outputs."""
+"""The commands ``doctor`` and ``calibrate``, about this machine, and ``cache ls``, ``rm`` and
+``verify``, for cached outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ from graphrun.units import show_seconds, show_size
 
 caches = typer.Typer(no_args_is_help=True, help="Show, remove and verify cached stage outputs.")
 app.add_typer(caches, name="cache")
-Keys = Annotated[list[str] | None, typer.Argument(help="Entries, by the first digits of their keys.", show_default=False)]
+Keys = Annotated[
+    list[str] | None,
+    typer.Argument(help="Entries, by the first digits of their keys.", show_default=False),
+]
 
 
 @caches.command("ls")
@@ -30,18 +34,36 @@ def list_entries(as_json: AsJson = False) -> None:
     now = time.time()
     rows = [["key", "stage", "size", "used", "for"]]
     rows += [
-        [e.key[:12], f"{e.graph}/{e.stage}", show_size(e.nbytes), f"{show_seconds(max(0.0, now - e.used))} ago", e.about]
+        [
+            e.key[:12],
+            f"{e.graph}/{e.stage}",
+            show_size(e.nbytes),
+            f"{show_seconds(max(0.0, now - e.used))} ago",
+            e.about,
+        ]
         for e in entries
     ]
-    total = (
-        f"{len(entries)} entries, {show_size(sum(e.nbytes for e in entries))} of {show_size(index.limit_bytes)} in {index.folder}"
+    total = f"{len(entries)} entries, {show_size(sum(e.nbytes for e in entries))} of {show_size(index.limit_bytes)} in {index.folder}"
+    screen = (
+        f"{table(rows, left=(0, 1, 4))}\n{total}"
+        if entries
+        else f"no cached outputs in {index.folder}"
     )
-    screen = f"{table(rows, left=(0, 1, 4))}\n{total}" if entries else f"no cached outputs in {index.folder}"
-    show({"folder": str(index.folder), "limit_bytes": index.limit_bytes, "entries": [asdict(e) for e in entries]}, as_json, screen)
+    show(
+        {
+            "folder": str(index.folder),
+            "limit_bytes": index.limit_bytes,
+            "entries": [asdict(e) for e in entries],
+        },
+        as_json,
+        screen,
+    )
 
 
 @caches.command("rm")
-def remove_entries(keys: Keys = None, every: Annotated[bool, typer.Option("--all", help="All entries.")] = False) -> None:
+def remove_entries(
+    keys: Keys = None, every: Annotated[bool, typer.Option("--all", help="All entries.")] = False
+) -> None:
     """Remove entries, by the first digits of their keys, or all of them."""
     index = _index()
     if bool(keys) == every:
@@ -49,8 +71,12 @@ def remove_entries(keys: Keys = None, every: Annotated[bool, typer.Option("--all
     chosen = None
     if keys:
         all_keys = [entry.key for entry in index.entries()]
-        if missing := [start for start in keys if not any(key.startswith(start) for key in all_keys)]:
-            raise InputError(f"no entry begins with {', '.join(missing)}; graphrun cache ls shows the entries")
+        if missing := [
+            start for start in keys if not any(key.startswith(start) for key in all_keys)
+        ]:
+            raise InputError(
+                f"no entry begins with {', '.join(missing)}; graphrun cache ls shows the entries"
+            )
         chosen = sorted(key for key in all_keys if key.startswith(tuple(keys)))
     echo(f"removed {index.remove(chosen)} entries")
 
@@ -73,7 +99,8 @@ def _index() -> Any:
 
 @app.command()
 def doctor(no_cache: NoCache = False, as_json: AsJson = False) -> None:
-    """Check this machine: device, driver, library versions, limits of memory and disk, caches. Each gets a verdict."""
+    """Check this machine: device, driver, library versions, limits of memory and disk, caches. Each
+    gets a verdict."""
     from graphrun.profile.doctor import examine
     from graphrun.report.machine_screens import doctor_screen
 
@@ -84,20 +111,32 @@ def doctor(no_cache: NoCache = False, as_json: AsJson = False) -> None:
 @app.command()
 def calibrate(
     device: Annotated[
-        str | None, typer.Option(help="cuda, sim or cpu; default: the card found, else cpu.", show_default=False)
+        str | None,
+        typer.Option(
+            help="cuda, sim or cpu; default: the card found, else cpu.", show_default=False
+        ),
     ] = None,
-    name: Annotated[str, typer.Option(help="The profile's name; default: the device's.", show_default=False)] = "",
+    name: Annotated[
+        str, typer.Option(help="The profile's name; default: the device's.", show_default=False)
+    ] = "",
     seconds: Annotated[float, typer.Option(help="How long measuring may take.", min=0.1)] = 20.0,
     compiled: Annotated[
-        bool, typer.Option("--compiled", help="Also what compiling blocks gains, for --allow compile. The compiler takes longer.")
+        bool,
+        typer.Option(
+            "--compiled",
+            help="Also what compiling blocks gains, for --allow compile. The compiler takes longer.",
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this machine in under 30 s and save a profile: used with --hardware NAME, and by default for its card."""
+    """Measure this machine in under 30 s and save a profile: used with --hardware NAME, and by
+    default for its card."""
     from graphrun.profile.calibrate import measure_and_keep
     from graphrun.report.machine_screens import calibrate_screen
 
     if device not in (None, "cuda", "sim", "cpu"):
         raise InputError(f"device {device!r} cannot be calibrated; it is cuda, sim or cpu")
-    found = measure_and_keep(device, cache_folder(False) or Path(), name, seconds, compiled=compiled)  # type: ignore[arg-type]
+    found = measure_and_keep(
+        device, cache_folder(False) or Path(), name, seconds, compiled=compiled
+    )  # type: ignore[arg-type]
     show(found, as_json, calibrate_screen(found))

@@ -1,5 +1,5 @@
-"""For plans that are kept in a repository: the commands ``check`` and ``diff``, and the limits of ``plan --fail-over`` and
-``--fail-peak``."""
+"""For plans that are kept in a repository: the commands ``check`` and ``diff``, and the limits of
+``plan --fail-over`` and ``--fail-peak``."""
 
 from __future__ import annotations
 
@@ -19,11 +19,18 @@ if TYPE_CHECKING:
     from graphrun.model.solution import Solution
 
 FailOver = Annotated[
-    str | None, typer.Option("--fail-over", help="Exit with 1 if the plan takes longer: 60s, 2min.", show_default=False)
+    str | None,
+    typer.Option(
+        "--fail-over", help="Exit with 1 if the plan takes longer: 60s, 2min.", show_default=False
+    ),
 ]
 FailPeak = Annotated[
     str | None,
-    typer.Option("--fail-peak", help="Exit with 1 if it takes more VRAM, as nvidia-smi would show it: 7.5G.", show_default=False),
+    typer.Option(
+        "--fail-peak",
+        help="Exit with 1 if it takes more VRAM, as nvidia-smi would show it: 7.5G.",
+        show_default=False,
+    ),
 ]
 
 
@@ -72,7 +79,8 @@ def diff(
     b: Annotated[Path, typer.Argument(help="Another one.", show_default=False)],
     as_json: AsJson = False,
 ) -> None:
-    """Show what differs between two saved plans: what they are for, seconds, peaks, and which components lie elsewhere."""
+    """Show what differs between two saved plans: what they are for, seconds, peaks, and which
+    components lie elsewhere."""
     from graphrun.report.comparison import compared, comparison_screen
 
     found = compared(*(planfile.read_solution(path)[0] for path in (a, b)))
@@ -80,20 +88,26 @@ def diff(
 
 
 class Limits:
-    """The limits of ``--fail-over`` and ``--fail-peak``. Raises InputError for what is no time or no size."""
+    """The limits of ``--fail-over`` and ``--fail-peak``. Raises InputError for what is no time or
+    no size."""
 
     def __init__(self, over: str | None, peak: str | None) -> None:
         self._seconds = None if over is None else parse_seconds(over, name="--fail-over")
         self._nbytes = None if peak is None else parse_size(peak, name="--fail-peak")
 
     def hold(self, solution: Solution) -> None:
-        """Ends the command with exit code 1 where ``solution`` is over a limit, and says by how much."""
+        """Ends the command with exit code 1 where ``solution`` is over a limit, and says by how
+        much."""
         problem, simulation = solution.problem, solution.simulation
         # The terms of a budget that are not for tensors: context, workspace and reserve.
-        besides = min(problem.budget_bytes, problem.hardware.capacity_bytes) - problem.effective_bytes
+        besides = (
+            min(problem.budget_bytes, problem.hardware.capacity_bytes) - problem.effective_bytes
+        )
         nbytes, found = simulation.peak_bytes + besides, list[str]()
         if self._seconds is not None and simulation.seconds > self._seconds:
-            found.append(f"--fail-over: predicted {show_seconds(simulation.seconds)} > {show_seconds(self._seconds)}")
+            found.append(
+                f"--fail-over: predicted {show_seconds(simulation.seconds)} > {show_seconds(self._seconds)}"
+            )
         if self._nbytes is not None and nbytes > self._nbytes:
             found.append(f"--fail-peak: takes {show_size(nbytes)} > {show_size(self._nbytes)}")
         for line in found:

@@ -1,4 +1,5 @@
-"""What differs between a terminal and a pipe: the width, colour, and a sign of life of what takes over a second."""
+"""What differs between a terminal and a pipe: the width, colour, and a sign of life of what takes
+over a second."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from graphrun.reading import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Colours of screens, which are plain text: what is coloured is found by its words. Styles are those of rich.
+# Colours of screens, which are plain text: what is coloured is found by its words. Styles are those
+# of rich.
 COLOURS = (
     ("bold green", r"(?m)^(?:fits: yes|done|ok|ready)\b"),
     ("bold red", r"(?m)^(?:fits: no|infeasible)\b|the plan was BROKEN|does not fit\b"),
@@ -33,12 +35,14 @@ SOON_SECONDS = 1.0  # what takes no longer is not told
 
 
 def width() -> int:
-    """The columns that screens are made for: those of the terminal, or of $COLUMNS; 80 in a pipe."""
+    """The columns that screens are made for: those of the terminal, or of $COLUMNS; 80 in a
+    pipe."""
     return max(80, min(WIDEST, shutil.get_terminal_size().columns))
 
 
 def coloured(screen: str, *, err: bool = False) -> None:
-    """Prints ``screen`` to stdout, or to stderr: in colour on a terminal, plain in a pipe and with $NO_COLOR.
+    """Prints ``screen`` to stdout, or to stderr: in colour on a terminal, plain in a pipe and with
+    $NO_COLOR.
 
     Characters that a terminal would act on are escapes: names in it may come from a file.
     """
@@ -62,10 +66,12 @@ def print_to(console: Console, screen: str) -> None:
 
 @contextlib.contextmanager
 def alive(what: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
-    """A context that shows on stderr what takes so long: a spinner on a terminal, and in a pipe one line after a second.
+    """A context that shows on stderr what takes so long: a spinner on a terminal, and in a pipe one
+    line after a second.
 
-    Yields a function to be called with the text of each further step, which is shown after ``what`` in the same way. Raises
-    Interrupted, which names ``what``, for Ctrl-C that is not handled inside.
+    Yields a function to be called with the text of each further step, which is shown after ``what``
+    in the same way. Raises Interrupted, which names ``what``, for Ctrl-C that is not handled
+    inside.
     """
     try:
         with _shown(what, quiet=quiet) as step:
@@ -90,7 +96,9 @@ def _shown(what: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
         def tell(text: str) -> None:
             for timer in running:
                 timer.cancel()
-            running[:] = [threading.Timer(SOON_SECONDS, lambda: typer.echo(f"  {printable(text)}", err=True))]
+            running[:] = [
+                threading.Timer(SOON_SECONDS, lambda: typer.echo(f"  {printable(text)}", err=True))
+            ]
             running[0].daemon = True
             running[0].start()
 

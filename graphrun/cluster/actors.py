@@ -1,7 +1,8 @@
-"""Workers as actors of Ray, one per device, or per column of several, in a placement group; values go through its object store.
+"""Workers as actors of Ray, one per device, or per column of several, in a placement group; values
+go through its object store.
 
-An actor that dies is started again by Ray in the same place, and what it was asked to run is run again. Ray sends no usage
-statistics from here, and a cluster that is started here has no dashboard.
+An actor that dies is started again by Ray in the same place, and what it was asked to run is run
+again. Ray sends no usage statistics from here, and a cluster that is started here has no dashboard.
 """
 
 from __future__ import annotations
@@ -32,25 +33,41 @@ from graphrun.graph.settings import settings_of
 
 RETRIES = 8  # of a run whose actor died
 READY_SECONDS = 60  # that the actors' places may take to be there
-STORE_BYTES = 256 << 20, 2 << 30  # least and most of the object store of a cluster that is started here
+# least and most of the object store of a cluster that is started here
+STORE_BYTES = (
+    256 << 20,
+    2 << 30,
+)
 CPUS = 0.001  # of an actor, in Ray's count, so that the cores of the machine set no limit
 
 
 @contextlib.contextmanager
 def joined(cluster: Cluster) -> Iterator[Any]:
-    """Ray, connected to the cluster at ``cluster.address``; else to one that is started here, and stopped. A connection that the
-    process has is used. Raises InputError where Ray is not installed, or is not at the address."""
+    """Ray, connected to the cluster at ``cluster.address``; else to one that is started here, and
+    stopped. A connection that the process has is used. Raises InputError where Ray is not
+    installed, or is not at the address."""
     ray = _imported()
     if ray.is_initialized():
         yield ray
         return
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "namespace": "graphrun"}
+    quiet: dict[str, Any] = {
+        "log_to_driver": False,
+        "logging_level": "error",
+        "namespace": "graphrun",
+    }
     try:
         if cluster.address is not None:
             ray.init(cluster.address, **quiet)
         else:
-            store_bytes = sorted((*STORE_BYTES, sum(host.ram_bytes for host in cluster.hosts) // 4))[1]
-            own = {"num_cpus": 1, "num_gpus": _gpus(cluster), "object_store_memory": store_bytes, "include_dashboard": False}
+            store_bytes = sorted(
+                (*STORE_BYTES, sum(host.ram_bytes for host in cluster.hosts) // 4)
+            )[1]
+            own = {
+                "num_cpus": 1,
+                "num_gpus": _gpus(cluster),
+                "object_store_memory": store_bytes,
+                "include_dashboard": False,
+            }
             ray.init("local", **own, **quiet, _system_config={"worker_niceness": 0})
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise InputError(f"Ray at {cluster.address or 'this machine'}: {error}") from error
@@ -65,7 +82,9 @@ def _imported() -> Any:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         import ray.util.scheduling_strategies
     except ImportError:
-        raise InputError(f"--cluster runs on Ray, which is not installed: {install_command('cluster')}") from None
+        raise InputError(
+            f"--cluster runs on Ray, which is not installed: {install_command('cluster')}"
+        ) from None
     return ray
 
 
@@ -89,8 +108,12 @@ class _Actor:
         self._worker: Worker | None = None
 
     def run(self, segment: Sequence[Any], visits: Sequence[Visit]) -> tuple[Any, ...]:
-        """As `Worker.run`, of the one ``segment``: what each visit made, then the report. ``segment`` and values are references."""
-        own = [of._replace(values=[functools.partial(_value, reference) for reference in of.values]) for of in visits]
+        """As `Worker.run`, of the one ``segment``: what each visit made, then the report.
+        ``segment`` and values are references."""
+        own = [
+            of._replace(values=[functools.partial(_value, reference) for reference in of.values])
+            for of in visits
+        ]
         made, report = self._of(segment).run(own)
         return *made, report
 
@@ -134,10 +157,13 @@ class Actors(contextlib.ExitStack):
         self.turn_to(segments, placement)
 
     def turn_to(self, segments: Sequence[Segment], placement: Placement) -> None:
-        """From now on runs are of ``placement``, on the same cluster. All actors leave devices and memory empty first, or end where
-        devices are to be held together that were not before, or no longer."""
+        """From now on runs are of ``placement``, on the same cluster. All actors leave devices and
+        memory empty first, or end where devices are to be held together that were not before, or no
+        longer."""
         wanted = {device.name: of.name for of in placement.assignments for device in of.devices}
-        if any(wanted.get(device, name) != name for name in self._every for device in name.split("+")):
+        if any(
+            wanted.get(device, name) != name for name in self._every for device in name.split("+")
+        ):
             self.close()
             self._every.clear()
         self._ray.get([actor.release.remote() for actor in self._every.values()])
@@ -154,7 +180,9 @@ class Actors(contextlib.ExitStack):
         self.callback(ray.util.remove_placement_group, places)
         if not places.wait(READY_SECONDS):
             self.close()
-            raise InputError(f"Ray has no room for {', '.join(of.name for of in assignments)}: it has {ray.available_resources()}")
+            raise InputError(
+                f"Ray has no room for {', '.join(of.name for of in assignments)}: it has {ray.available_resources()}"
+            )
         for number, of in enumerate(assignments):
             actor = ray.remote(_Actor).options(
                 num_cpus=CPUS,
@@ -162,7 +190,9 @@ class Actors(contextlib.ExitStack):
                 max_restarts=-1,
                 max_task_retries=RETRIES,
                 runtime_env={"env_vars": _visible(of.devices)},
-                scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(places, number),
+                scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                    places, number
+                ),
             )
             self._every[of.name] = actor.remote(of.name, torch.get_num_threads())
             self.callback(ray.kill, self._every[of.name])
@@ -178,7 +208,8 @@ class Actors(contextlib.ExitStack):
         return _Ticket(tuple(values), report)
 
     def done(self, tickets: Collection[_Ticket], *, every: bool) -> Collection[_Ticket]:
-        """Those of ``tickets`` that are done, when one is, or with ``every`` all are; none after a second."""
+        """Those of ``tickets`` that are done, when one is, or with ``every`` all are; none after a
+        second."""
         wanted = len(tickets) if every else 1
         ready, _ = self._ray.wait([of.report for of in tickets], num_returns=wanted, timeout=1.0)
         return [of for of in tickets if of.report in ready] if len(ready) >= wanted else []
@@ -219,7 +250,8 @@ def _visible(devices: Sequence[Device]) -> dict[str, str]:
 
 
 def _nodes(ray: Any, cluster: Cluster) -> dict[str, str]:
-    """Host -> address of the node of that name. Empty where the cluster is one node, and all hosts are simulated on it or are one.
+    """Host -> address of the node of that name. Empty where the cluster is one node, and all hosts
+    are simulated on it or are one.
 
     Raises InputError for a host without a node.
     """
@@ -227,7 +259,9 @@ def _nodes(ray: Any, cluster: Cluster) -> dict[str, str]:
     if len(alive) == 1 and (len(cluster.hosts) == 1 or not _gpus(cluster)):
         return {}
     named = {
-        node[key]: node["NodeManagerAddress"] for key in ("NodeManagerHostname", "NodeManagerAddress", "NodeName") for node in alive
+        node[key]: node["NodeManagerAddress"]
+        for key in ("NodeManagerHostname", "NodeManagerAddress", "NodeName")
+        for node in alive
     }
     if missing := [host.name for host in cluster.hosts if host.name not in named]:
         raise InputError(
@@ -238,10 +272,12 @@ def _nodes(ray: Any, cluster: Cluster) -> dict[str, str]:
 
 
 class OnCluster(contextlib.ExitStack):
-    """Runs requests of equal settings on ``cluster`` (`graphrun.batch.queue.BatchContext.elsewhere`). A context manager.
+    """Runs requests of equal settings on ``cluster``
+    (`graphrun.batch.queue.BatchContext.elsewhere`). A context manager.
 
-    ``objective``, ``cache`` and ``budgets`` are as for `graphrun.cluster.place.place`. ``items``: to plan for, in place of the
-    number of requests. ``placement``: of the requests that were run last; their weights stay. Raises InputError without Ray.
+    ``objective``, ``cache`` and ``budgets`` are as for `graphrun.cluster.place.place`. ``items``:
+    to plan for, in place of the number of requests. ``placement``: of the requests that were run
+    last; their weights stay. Raises InputError without Ray.
     """
 
     def __init__(
@@ -271,10 +307,14 @@ class OnCluster(contextlib.ExitStack):
         inputs, items = requests[0].inputs, self._items or len(requests)
         key = graph.name, graph.digest, settings_of(graph, inputs), items
         if key not in self._placed:
-            self._placed[key] = place(graph, self._cluster, **{**self._arguments, "inputs": inputs, "items": items}).placement
+            self._placed[key] = place(
+                graph, self._cluster, **{**self._arguments, "inputs": inputs, "items": items}
+            ).placement
         return self._placed[key]
 
-    def __call__(self, graph: Graph, requests: Sequence[Request], context: BatchContext, batch: Batch) -> None:
+    def __call__(
+        self, graph: Graph, requests: Sequence[Request], context: BatchContext, batch: Batch
+    ) -> None:
         """Places the stages, starts the actors and runs ``requests``."""
         placement = self.place(graph, requests)
         if placement is not self.placement:

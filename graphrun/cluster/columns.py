@@ -1,5 +1,5 @@
-"""Columns of the master program: stages on a kind of device, or consecutive ones on several devices of one host, priced by the
-planner when a bound says that they may be chosen.
+"""Columns of the master program: stages on a kind of device, or consecutive ones on several devices
+of one host, priced by the planner when a bound says that they may be chosen.
 
 share of the host's memory    1      whole plan: RAM it takes, seconds
                               1/2    the largest of SHARES below what that took: less RAM, no faster
@@ -24,16 +24,26 @@ from graphrun.model.choices import use_with
 from graphrun.model.problem import Hardware, Helper, Problem, Use, ValueNumbers
 from graphrun.store import fitting_for
 
-SHARES = (1.0, 3 / 4, 1 / 2, 1 / 3, 1 / 4, 1 / 8)  # of a host's RAM and page-locked RAM that one column may take
+# of a host's RAM and page-locked RAM that one column may take
+SHARES = (
+    1.0,
+    3 / 4,
+    1 / 2,
+    1 / 3,
+    1 / 4,
+    1 / 8,
+)
 TOGETHER = 4  # devices of a host in one column, at most
 MOST_APART = 5  # stages of a graph, above which those of a device are consecutive
-MOST_DEVICES_APART = 32  # of a cluster, above which they are too: of many devices, some hold the first stages and some the last
+# of a cluster, above which they are too: of many devices, some hold the first stages and some the
+# last
+MOST_DEVICES_APART = 32
 MOST_KINDS = 40  # of columns of a host, above which fewer devices are taken together, but two
 
 
 class Kind(NamedTuple):
-    """Devices that are alike: hardware, VRAM budget, and what the host has of RAM and page-locked RAM (None: as RAM). ``helpers``:
-    of one with further devices of its host."""
+    """Devices that are alike: hardware, VRAM budget, and what the host has of RAM and page-locked
+    RAM (None: as RAM). ``helpers``: of one with further devices of its host."""
 
     hardware: Hardware
     vram_bytes: int
@@ -44,12 +54,16 @@ class Kind(NamedTuple):
     @property
     def members(self) -> tuple[Kind, ...]:
         """The kind of each of its devices, the main one first."""
-        others = (self._replace(hardware=of.hardware, vram_bytes=of.budget_bytes, helpers=()) for of in self.helpers)
+        others = (
+            self._replace(hardware=of.hardware, vram_bytes=of.budget_bytes, helpers=())
+            for of in self.helpers
+        )
         return self._replace(helpers=()), *others
 
 
 def together(counts: Mapping[Kind, int], most: int) -> list[Kind]:
-    """The kinds of columns that a host with as many devices of each kind has: of one device, and of up to ``most`` together."""
+    """The kinds of columns that a host with as many devices of each kind has: of one device, and of
+    up to ``most`` together."""
     found = list(counts)
     for size in range(2, most + 1):
         more = [kind for main in counts for kind in _teams(main, counts, size)]
@@ -77,8 +91,9 @@ def kinds_of(cluster: Cluster) -> dict[str, Kind]:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The ``parts`` of a column on a kind of device, within a ``share`` of the host's memory. A run takes ``seconds`` once the
-    values are there, and begins after ``ahead_seconds``. Without a ``column`` these are bounds, and so are no bytes."""
+    """The ``parts`` of a column on a kind of device, within a ``share`` of the host's memory. A run
+    takes ``seconds`` once the values are there, and begins after ``ahead_seconds``. Without a
+    ``column`` these are bounds, and so are no bytes."""
 
     parts: tuple[Span, ...]
     share: float
@@ -100,10 +115,12 @@ class Option:
 class Pricing:
     """The options of each kind of device for ``stages``.
 
-    ``price(kind, stages, share)``: the column of the best plan within a share of the host's memory, None where nothing fits.
-    ``least(kind, stage)``: seconds that no plan can undercut. ``cold``: whether the seconds of an item are those of a first one.
-    ``whole``: all stages together are the only column. ``together``: the most devices of a host in one column. ``apart``: whether a
-    device may hold parts that are not consecutive, where ``values`` allow it (`graphrun.cluster.placement.separable`).
+    ``price(kind, stages, share)``: the column of the best plan within a share of the host's memory,
+    None where nothing fits. ``least(kind, stage)``: seconds that no plan can undercut. ``cold``:
+    whether the seconds of an item are those of a first one. ``whole``: all stages together are the
+    only column. ``together``: the most devices of a host in one column. ``apart``: whether a device
+    may hold parts that are not consecutive, where ``values`` allow it
+    (`graphrun.cluster.placement.separable`).
     """
 
     def __init__(
@@ -118,16 +135,27 @@ class Pricing:
         apart: bool = False,
         values: Sequence[ValueNumbers] = (),
     ) -> None:
-        self.stages, self._price, self._least, self.cold, self.together = tuple(stages), price, least, cold, together
+        self.stages, self._price, self._least, self.cold, self.together = (
+            tuple(stages),
+            price,
+            least,
+            cold,
+            together,
+        )
         last = len(self.stages)
-        spans = [(0, last)] if whole else [(begin, end) for end in range(1, last + 1) for begin in range(end)]
+        spans = (
+            [(0, last)]
+            if whole
+            else [(begin, end) for end in range(1, last + 1) for begin in range(end)]
+        )
         self._parts: list[tuple[Span, ...]] = [(span,) for span in spans]
         self._apart = (
             [
                 parts
                 for count in range(2, last)
                 for own in combinations(self.stages, count)
-                if len(parts := parts_of(self.stages, own)) > 1 and separable(self.stages, values, parts)
+                if len(parts := parts_of(self.stages, own)) > 1
+                and separable(self.stages, values, parts)
             ]
             if apart and last <= MOST_APART
             else []
@@ -139,11 +167,13 @@ class Pricing:
         return self._least(kind, stage)
 
     def options(self, kind: Kind) -> list[Option]:
-        """Priced ones, and for each choice of stages one of which only bounds are known, where there may be a better one."""
+        """Priced ones, and for each choice of stages one of which only bounds are known, where
+        there may be a better one."""
         return [option for chain in self._chains(kind).values() for option in chain]
 
     def refine(self, kind: Kind, option: Option) -> None:
-        """Prices ``option``, which has only bounds; where that is of a part of the host's memory, all smaller ones too."""
+        """Prices ``option``, which has only bounds; where that is of a part of the host's memory,
+        all smaller ones too."""
         chain = self._chains(kind)[option.parts]
         chain.remove(option)
         further = self._priced(kind, option, chain)
@@ -153,13 +183,21 @@ class Pricing:
             chain.append(further)
 
     def _priced(self, kind: Kind, option: Option, chain: list[Option]) -> Option | None:
-        """Adds ``option`` with its plan to ``chain``, where one fits; returns bounds on the next smaller share."""
-        column = self._price(kind, tuple(stage for a, b in option.parts for stage in self.stages[a:b]), option.share)
+        """Adds ``option`` with its plan to ``chain``, where one fits; returns bounds on the next
+        smaller share."""
+        column = self._price(
+            kind, tuple(stage for a, b in option.parts for stage in self.stages[a:b]), option.share
+        )
         if column is None:
             return None
         ahead = column.ahead_seconds if self.cold else 0.0
-        least = max(option.seconds, column.cold_seconds - ahead if self.cold else column.steady_seconds)
-        if not any(of.ram_bytes <= column.ram_bytes and of.pinned_bytes <= column.pinned_bytes for of in chain):
+        least = max(
+            option.seconds, column.cold_seconds - ahead if self.cold else column.steady_seconds
+        )
+        if not any(
+            of.ram_bytes <= column.ram_bytes and of.pinned_bytes <= column.pinned_bytes
+            for of in chain
+        ):
             chain.append(replace(option, seconds=least, ahead_seconds=ahead, column=column))
         pinned = column.pinned_bytes / kind.pinned_bytes if kind.pinned_bytes else 0.0
         taken = min(option.share, max(column.ram_bytes / kind.ram_bytes, pinned))
@@ -167,19 +205,24 @@ class Pricing:
         if smaller is None:
             return None
         if self.cold:  # its cold seconds are no fewer, but more of them may pass ahead
-            return replace(option, share=smaller, ahead_seconds=max(0.0, least + ahead - option.seconds))
+            return replace(
+                option, share=smaller, ahead_seconds=max(0.0, least + ahead - option.seconds)
+            )
         return replace(option, share=smaller, seconds=least)
 
     def _chains(self, kind: Kind) -> dict[tuple[Span, ...], list[Option]]:
         if kind not in self._options:
             least = [self._least(kind, stage) for stage in self.stages]
             every = [*self._parts, *([] if kind.helpers else self._apart)]
-            self._options[kind] = {of: [Option(of, SHARES[0], sum(sum(least[a:b]) for a, b in of))] for of in every}
+            self._options[kind] = {
+                of: [Option(of, SHARES[0], sum(sum(least[a:b]) for a, b in of))] for of in every
+            }
         return self._options[kind]
 
 
 class Planner:
-    """Prices columns of ``graph`` by the planner, as sessions of ``items`` runs. ``arguments``: of `api.estimate`.
+    """Prices columns of ``graph`` by the planner, as sessions of ``items`` runs. ``arguments``: of
+    `api.estimate`.
 
     ``store``: plans are read from it and kept there.
     """
@@ -194,8 +237,16 @@ class Planner:
     def problem(self, kind: Kind) -> Problem:
         """The problem of all stages on ``kind``."""
         if kind not in self._problems:
-            limits = {"ram": kind.ram_bytes, "pinned": kind.pinned_bytes, "runs": self._items, "cache": self._cache}
-            vram, hardware = [of.vram_bytes for of in kind.members], [of.hardware for of in kind.members]
+            limits = {
+                "ram": kind.ram_bytes,
+                "pinned": kind.pinned_bytes,
+                "runs": self._items,
+                "cache": self._cache,
+            }
+            vram, hardware = (
+                [of.vram_bytes for of in kind.members],
+                [of.hardware for of in kind.members],
+            )
             own = {**self._arguments, **limits, "vram": vram, "hardware": hardware}
             self._problems[kind] = api.estimate(self._graph, **own)
         return self._problems[kind]
@@ -218,11 +269,16 @@ class Planner:
         pinned = None if kind.pinned_bytes is None else int(share * kind.pinned_bytes)
         problem = replace(problem, ram_bytes=int(share * kind.ram_bytes), pinned_bytes=pinned)
         solution = fitting_for(problem, self._store)
-        return column_of([stage.name for stage in self._graph.stages], whole.values, solution) if solution is not None else None
+        return (
+            column_of([stage.name for stage in self._graph.stages], whole.values, solution)
+            if solution is not None
+            else None
+        )
 
     def least(self, kind: Kind, stage: str) -> float:
-        """Compute seconds of ``stage`` with the fastest variants and options that a plan may choose, each component on the fastest
-        device. Of more than two devices these are known from the pairs."""
+        """Compute seconds of ``stage`` with the fastest variants and options that a plan may
+        choose, each component on the fastest device. Of more than two devices these are known from
+        the pairs."""
         pairs = [kind._replace(helpers=(of,)) for of in dict.fromkeys(kind.helpers)] or [kind]
         each = [self._uses(pair, stage) for pair in pairs]
         ways = [[min(of) for of in zip(*way, strict=True)] for way in zip(*each, strict=True)]
@@ -237,7 +293,13 @@ class Planner:
         def seconds(use: Use) -> float:
             component = problem.component(use.component)
             variants = [component.variants[index] for index in problem.usable(component)]
-            return min((_compute_seconds(use_with(use, component, of), component.groups) for of in variants), default=0.0)
+            return min(
+                (
+                    _compute_seconds(use_with(use, component, of), component.groups)
+                    for of in variants
+                ),
+                default=0.0,
+            )
 
         ways = [[phase for phase in problem.phases if phase.stage == stage]]
         ways += [list(option.phases) for option in problem.options if option.stage == stage]

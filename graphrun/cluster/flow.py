@@ -1,17 +1,21 @@
-"""Runs requests on the devices of a placement: which item goes where, when, and what happens when a value or a device is lost.
+"""Runs requests on the devices of a placement: which item goes where, when, and what happens when a
+value or a device is lost.
 
     before stage 0    a/0 [encode]    before stage 1    b/0 [denoise decode]    in order
     o o o o o o o ->  o >###> o o  ->       o o     ->       o >###>        ->  o o o
 
-A device that is idle takes the oldest item of those whose values have arrived; at most WAITING wait before it and behind it. Of a
-device with several parts (`graphrun.cluster.placement`) each has these for itself, and a run takes an item through each part that
-is able to. So a full part never holds back a later one, which makes room. What a run makes stays where the crew keeps it, until the
-items that read it are done. Requests with equal inputs of a stage share its run, by the keys of the output cache. An item whose
-values were lost goes back to the stage that makes them; the same inputs make the same bits, and an item counts as done once, when
-its outputs are handed on. What that waits for is held back by no limit.
+A device that is idle takes the oldest item of those whose values have arrived; at most WAITING wait
+before it and behind it. Of a device with several parts (`graphrun.cluster.placement`) each has
+these for itself, and a run takes an item through each part that is able to. So a full part never
+holds back a later one, which makes room. What a run makes stays where the crew keeps it, until the
+items that read it are done. Requests with equal inputs of a stage share its run, by the keys of the
+output cache. An item whose values were lost goes back to the stage that makes them; the same inputs
+make the same bits, and an item counts as done once, when its outputs are handed on. What that waits
+for is held back by no limit.
 
-On simulated devices there is one virtual clock: a run begins when its device is free and its values have arrived over the planned
-links, and takes what the device measured. Elsewhere the clock is the wall's.
+On simulated devices there is one virtual clock: a run begins when its device is free and its values
+have arrived over the planned links, and takes what the device measured. Elsewhere the clock is the
+wall's.
 """
 
 from __future__ import annotations
@@ -53,10 +57,12 @@ class Crew(Protocol):
         """Begins to load what the first run of worker number ``worker`` begins with."""
 
     def begin(self, worker: int, visits: Sequence[Visit]) -> Ticket:
-        """Begins a run of worker number ``worker``, after those begun before. The values of ``visits`` are handles."""
+        """Begins a run of worker number ``worker``, after those begun before. The values of
+        ``visits`` are handles."""
 
     def done(self, tickets: Collection[Ticket], *, every: bool) -> Collection[Ticket]:
-        """Those of ``tickets`` that are done, when one is, or with ``every`` all are; none after a second."""
+        """Those of ``tickets`` that are done, when one is, or with ``every`` all are; none after a
+        second."""
 
     def report(self, ticket: Ticket) -> Report:
         """Of a run that is done. Raises BrokenPlan where its worker died each time."""
@@ -73,8 +79,8 @@ class Crew(Protocol):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Made:
-    """What the stages ``span`` of the graph make for one or more items. ``handle``: None until then, and for values that wait in
-    this process until a worker wants them."""
+    """What the stages ``span`` of the graph make for one or more items. ``handle``: None until
+    then, and for values that wait in this process until a worker wants them."""
 
     span: tuple[int, int]
     handle: Handle = None
@@ -84,8 +90,9 @@ class _Made:
 
 @dataclass(slots=True, eq=False)
 class _Item:
-    """A request on its way. ``at``: number of the stage that is next; ``host``: where its values are; ``holder``: the worker behind
-    which its values wait; ``made``: by stage; ``alone``: runs without others, after a run with others failed."""
+    """A request on its way. ``at``: number of the stage that is next; ``host``: where its values
+    are; ``holder``: the worker behind which its values wait; ``made``: by stage; ``alone``: runs
+    without others, after a run with others failed."""
 
     work: Unfinished
     at: int = 0
@@ -103,8 +110,8 @@ class _Item:
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """A worker with its ``posts``, one for each part. ``running``: those that it runs now. What it loads before its first run is
-    there at ``loaded_seconds`` of the virtual clock."""
+    """A worker with its ``posts``, one for each part. ``running``: those that it runs now. What it
+    loads before its first run is there at ``loaded_seconds`` of the virtual clock."""
 
     number: int
     assignment: Assignment
@@ -116,7 +123,8 @@ class _Worker:
 
 @dataclass(slots=True, eq=False)
 class _Post:
-    """A part of a worker and its items: ``coming`` are on their way, those in ``inbox`` have arrived, ``outbox`` results wait."""
+    """A part of a worker and its items: ``coming`` are on their way, those in ``inbox`` have
+    arrived, ``outbox`` results wait."""
 
     worker: _Worker
     span: Span
@@ -145,19 +153,30 @@ class _Run(NamedTuple):
 
 
 class Flow(Works):
-    """Runs ``requests`` with equal settings by ``placement`` with ``crew``. ``virtual``: the devices are simulated."""
+    """Runs ``requests`` with equal settings by ``placement`` with ``crew``. ``virtual``: the
+    devices are simulated."""
 
     def __init__(
-        self, graph: Graph, requests: Sequence[Request], context: BatchContext, batch: Batch, placement: Placement, crew: Crew
+        self,
+        graph: Graph,
+        requests: Sequence[Request],
+        context: BatchContext,
+        batch: Batch,
+        placement: Placement,
+        crew: Crew,
     ) -> None:
-        super().__init__(graph, requests, context, batch, ram_bytes=0)  # RAM is the devices': what is found waits on disk
+        # RAM is the devices': what is found waits on disk
+        super().__init__(graph, requests, context, batch, ram_bytes=0)
         self.placement, self.crew, self.names = placement, crew, placement.stages
         self.virtual = all(of.device.hardware.device == "sim" for of in placement.assignments)
         self.segments = segments_of(graph, placement)
         workers = zip(itertools.count(), placement.assignments, self.segments, strict=False)
         self.workers = [_Worker(number, of, segment) for number, of, segment in workers]
         for worker in self.workers:
-            worker.posts += [_Post(worker, span, self.names[slice(*span)]) for span in placement.spans(worker.assignment)]
+            worker.posts += [
+                _Post(worker, span, self.names[slice(*span)])
+                for span in placement.spans(worker.assignment)
+            ]
         self.posts = [post for worker in self.workers for post in worker.posts]
         self.nbytes = bytes_before(self.names, placement.values)
         self.output_names: dict[tuple[int, int], list[str]] = {}
@@ -167,9 +186,11 @@ class Flow(Works):
         self.shared: weakref.WeakValueDictionary[Any, _Made] = weakref.WeakValueDictionary()
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.running: dict[Ticket, tuple[list[_Run], float]] = {}
-        self.free_seconds: dict[tuple[str, str], float] = defaultdict(float)  # when the link from a host to another is free
+        # when the link from a host to another is free
+        self.free_seconds: dict[tuple[str, str], float] = defaultdict(float)
         self.start_seconds, self.clock, self.count = time.monotonic(), 0.0, itertools.count()
-        self.before_seconds = batch.seconds if batch.lanes else 0.0  # of requests with other settings
+        # of requests with other settings
+        self.before_seconds = batch.seconds if batch.lanes else 0.0
 
     def run(self) -> None:
         """Runs all requests."""
@@ -190,8 +211,12 @@ class Flow(Works):
                     self._advance()
 
     def _load_ahead(self) -> None:
-        """Lets devices load that have to wait for values of others, and will get some. On the virtual clock all are waited for."""
-        loads, late = dict[Ticket, _Worker](), [of for of in self.workers if of.posts and of.posts[0].span[0]]
+        """Lets devices load that have to wait for values of others, and will get some. On the
+        virtual clock all are waited for."""
+        loads, late = (
+            dict[Ticket, _Worker](),
+            [of for of in self.workers if of.posts and of.posts[0].span[0]],
+        )
         for span in sorted({of.posts[0].span for of in late}):
             count = sum(not self._is_known(item, span) for item in self.order)
             own = [of for of in late if of.posts[0].span == span]
@@ -204,12 +229,21 @@ class Flow(Works):
     def _schedule(self) -> Schedule:
         waiting = WAITING * max(self.nbytes)
         moved = sum(segment.total(1)[1] for segment in self.segments)
-        return Schedule(self.segments, len(self.todo), len(self.todo), self.placement.seconds, moved, waiting, waiting)
+        return Schedule(
+            self.segments,
+            len(self.todo),
+            len(self.todo),
+            self.placement.seconds,
+            moved,
+            waiting,
+            waiting,
+        )
 
     # -- items between devices
 
     def _move(self) -> bool:
-        """Hands on what is finished, sends items to devices and starts idle ones; whether anything moved."""
+        """Hands on what is finished, sends items to devices and starts idle ones; whether anything
+        moved."""
         moved = self._hand_on()
         for begin in sorted(self.waiting, reverse=True):
             moved |= begin < len(self.names) and self._pull(begin)
@@ -220,10 +254,13 @@ class Flow(Works):
         return moved
 
     def _able(self, worker: _Worker) -> list[_Run]:
-        """The next item of each part of ``worker`` that is able to run one; taken from the inbox."""
+        """The next item of each part of ``worker`` that is able to run one; taken from the
+        inbox."""
         runs = list[_Run]()
         for post in worker.posts:
-            item = next((of for of in post.inbox if post.outbox < WAITING or self._is_awaited(of)), None)
+            item = next(
+                (of for of in post.inbox if post.outbox < WAITING or self._is_awaited(of)), None
+            )
             if item is not None:
                 runs.append(_Run(post, item, item.made[post.stages[0]]))
         runs = next(([run] for run in runs if run.item.alone), runs)
@@ -232,14 +269,16 @@ class Flow(Works):
         return runs
 
     def _is_awaited(self, item: _Item) -> bool:
-        """Whether ``item`` is what the next one to be handed on needs: no limit holds it back. All others may wait for that, behind
-        devices that are full."""
+        """Whether ``item`` is what the next one to be handed on needs: no limit holds it back. All
+        others may wait for that, behind devices that are full."""
         return bool(self.order) and (
-            item is self.order[0] or any(self.order[0] in made.followers for made in item.made.values() if not made.done)
+            item is self.order[0]
+            or any(self.order[0] in made.followers for made in item.made.values() if not made.done)
         )
 
     def _pull(self, begin: int) -> bool:
-        """Sends items that wait before stage ``begin`` to the devices with the fewest; whether any moved."""
+        """Sends items that wait before stage ``begin`` to the devices with the fewest; whether any
+        moved."""
         moved, queue = False, self.waiting[begin]
         for item in list(queue):
             if self._skips(item):
@@ -250,12 +289,18 @@ class Flow(Works):
                 for post in self.posts
                 if post.span[0] == begin
                 and (post.coming + len(post.inbox) < WAITING or self._is_awaited(item))
-                and (link := self.placement.cluster.link(item.host or post.assignment.device.host, post.assignment.device.host))
+                and (
+                    link := self.placement.cluster.link(
+                        item.host or post.assignment.device.host, post.assignment.device.host
+                    )
+                )
             ]
             if not able:
                 break
             queue.remove(item)
-            post, link = min(able, key=lambda pair: (pair[0].queued, pair[0].assignment.column.steady_seconds))
+            post, link = min(
+                able, key=lambda pair: (pair[0].queued, pair[0].assignment.column.steady_seconds)
+            )
             post.coming += 1
             self._release(item)
             self._expect(item, post)
@@ -264,12 +309,15 @@ class Flow(Works):
         return moved
 
     def _skips(self, item: _Item) -> bool:
-        """Whether ``item`` need not run the stages that are next: they are known, or another item runs the same."""
+        """Whether ``item`` need not run the stages that are next: they are known, or another item
+        runs the same."""
         before = item.made.get(self.names[item.at])
         if before is not None and before.done:
             self._pass(item, before)
             return True
-        for span in sorted({post.span for post in self.posts if post.span[0] == item.at}, reverse=True):
+        for span in sorted(
+            {post.span for post in self.posts if post.span[0] == item.at}, reverse=True
+        ):
             stages = self.names[slice(*span)]
             if self._is_known(item, span):
                 self._pass(item, _Made(span, done=True))
@@ -289,7 +337,9 @@ class Flow(Works):
     def _is_known(self, item: _Item, span: tuple[int, int]) -> bool:
         """Whether what the stages ``span`` make of ``item`` is known from an earlier run."""
         stages = self.names[slice(*span)]
-        return not self.last & set(stages) and all(self.values.has(item.number, name) for name in self._outputs(span))
+        return not self.last & set(stages) and all(
+            self.values.has(item.number, name) for name in self._outputs(span)
+        )
 
     def _key(self, item: _Item, stages: Sequence[str]) -> Any:
         """Equal for items that make the same of ``stages``; None where that is unknown."""
@@ -305,12 +355,14 @@ class Flow(Works):
         bisect.insort(self.waiting[item.at], item, key=lambda of: of.number)
 
     def _arrival(self, item: _Item, post: _Post, link: Link) -> float:
-        """When the values of ``item`` are at the host of ``post``: each takes its turn on the link. What is at hand is there now,
-        and on the wall's clock what the crew has yet to move."""
+        """When the values of ``item`` are at the host of ``post``: each takes its turn on the link.
+        What is at hand is there now, and on the wall's clock what the crew has yet to move."""
         if not self.virtual or not item.host:
             return self.clock
         way = item.host, post.assignment.device.host
-        self.free_seconds[way] = max(self.clock, self.free_seconds[way]) + self.nbytes[item.at] / link.bytes_per_second
+        self.free_seconds[way] = (
+            max(self.clock, self.free_seconds[way]) + self.nbytes[item.at] / link.bytes_per_second
+        )
         return self.free_seconds[way] + link.seconds
 
     def _arrived(self, post: _Post, item: _Item) -> None:
@@ -326,7 +378,8 @@ class Flow(Works):
     # -- runs
 
     def _expect(self, item: _Item, post: _Post) -> None:
-        """Notes that ``post`` will run its stages for ``item``, and so for others that are equal."""
+        """Notes that ``post`` will run its stages for ``item``, and so for others that are
+        equal."""
         made = _Made(post.span)
         item.made |= dict.fromkeys(post.stages, made)
         if (key := self._key(item, post.stages)) is not None:
@@ -337,7 +390,9 @@ class Flow(Works):
         kept, visits = list[_Run](), list[Visit]()
         for run in runs:
             try:
-                self.context.watcher.begins_on(worker.assignment.name, run.post.stages, run.item.work.request)
+                self.context.watcher.begins_on(
+                    worker.assignment.name, run.post.stages, run.item.work.request
+                )
             except LeftOut as error:
                 self._drop(run.item, error)
                 self._back(run.made.followers, [run.made])
@@ -353,11 +408,19 @@ class Flow(Works):
     def _read(self, item: _Item, post: _Post) -> list[_Made]:
         """What the stages of ``post`` read of others."""
         read = (of for name in post.stages for of in self.graph.stage(name).references)
-        return list(dict.fromkeys(item.made[of.name] for of in read if of.kind == "stage" and of.name not in post.stages))
+        return list(
+            dict.fromkeys(
+                item.made[of.name]
+                for of in read
+                if of.kind == "stage" and of.name not in post.stages
+            )
+        )
 
     def _handle(self, item: _Item, made: _Made) -> Handle:
         if made.handle is None:
-            made.handle = self.crew.keep({name: self.values.get(item.number, name) for name in self._outputs(made.span)})
+            made.handle = self.crew.keep(
+                {name: self.values.get(item.number, name) for name in self._outputs(made.span)}
+            )
         return made.handle
 
     def _outputs(self, span: tuple[int, int]) -> list[str]:
@@ -374,7 +437,11 @@ class Flow(Works):
             for ticket in self.crew.done(self.running.keys(), every=self.virtual):
                 runs, start = self.running.pop(ticket)
                 report = self._report(ticket)
-                end = start + report.seconds if self.virtual else time.monotonic() - self.start_seconds
+                end = (
+                    start + report.seconds
+                    if self.virtual
+                    else time.monotonic() - self.start_seconds
+                )
                 self._at(end, functools.partial(self._ended, runs, ticket, report, start))
         self.clock, _, happens = heapq.heappop(self.events)
         happens()
@@ -413,10 +480,19 @@ class Flow(Works):
                     self._drop(each, error)
             return
         if report.trace is not None:
-            begin, end = self.before_seconds + max(0.0, start - report.ahead_seconds), self.before_seconds + self.clock
+            begin, end = (
+                self.before_seconds + max(0.0, start - report.ahead_seconds),
+                self.before_seconds + self.clock,
+            )
             stages = {phase.name: phase.stage for phase in worker.segment.solution.chosen.phases}
-            for (post, item, _), (trace, *times) in zip(runs, _split(report.trace, begin, end, runs, stages), strict=True):
-                self.batch.lanes.append(Lane(worker.assignment.name, item.number, post.stages, times[0], times[1], trace))
+            for (post, item, _), (trace, *times) in zip(
+                runs, _split(report.trace, begin, end, runs, stages), strict=True
+            ):
+                self.batch.lanes.append(
+                    Lane(
+                        worker.assignment.name, item.number, post.stages, times[0], times[1], trace
+                    )
+                )
                 self.batch.traces.append((post.stages, item.number, trace))
             for note in report.trace.notes:
                 self.context.watcher.planned_again(f"{worker.assignment.name}: {note}")
@@ -432,14 +508,17 @@ class Flow(Works):
         left = sum(len(self.names) - of.at for of in self.order)
         share = 1 - left / (len(self.names) * self.requests)
         for post, item, _ in runs:
-            self.context.watcher.ran_on(worker.assignment.name, post.stages, item.work.request, share)
+            self.context.watcher.ran_on(
+                worker.assignment.name, post.stages, item.work.request, share
+            )
 
     def _again(self, post: _Post, item: _Item) -> None:
         """``item``, whose values are at hand, waits for ``post`` again."""
         bisect.insort(post.inbox, item, key=lambda of: of.number)
 
     def _save(self, sharing: Sequence[_Item], post: _Post, made: _Made) -> None:
-        """Saves what is made in the journal and in the cache of outputs, of stages all of whose outputs leave the device."""
+        """Saves what is made in the journal and in the cache of outputs, of stages all of whose
+        outputs leave the device."""
         names = [name for name in post.stages if name not in self.last]
         if not names or all(of.work.journal is None and of.work.reuse is None for of in sharing):
             return
@@ -448,7 +527,9 @@ class Flow(Works):
         except LostValue:
             return  # whoever reads it has it made again
         for name in names:
-            outputs = {output: values.get(f"{name}.{output}") for output in self.graph.stage(name).outputs}
+            outputs = {
+                output: values.get(f"{name}.{output}") for output in self.graph.stage(name).outputs
+            }
             if any(value is None for value in outputs.values()):
                 continue
             if (reuse := sharing[0].work.reuse) is not None:
@@ -457,8 +538,11 @@ class Flow(Works):
                 if each.work.journal is not None:
                     each.work.journal.keep(name, outputs)
 
-    def _back(self, items: Sequence[_Item], lost: Sequence[_Made], failed: _Made | None = None) -> None:
-        """Sends ``items`` back to the stages that make what was ``lost``. ``failed``: what was not made for lack of it."""
+    def _back(
+        self, items: Sequence[_Item], lost: Sequence[_Made], failed: _Made | None = None
+    ) -> None:
+        """Sends ``items`` back to the stages that make what was ``lost``. ``failed``: what was not
+        made for lack of it."""
         gone = [*lost, *([failed] if failed is not None else [])]
         for key in [key for key, made in self.shared.items() if made in gone]:
             del self.shared[key]
@@ -489,7 +573,10 @@ class Flow(Works):
                 break
             self._release(item)
             self.order.popleft()
-            self._finish(item.work, {name: found[id(made[of.name])][name] for name, of in self.graph.outputs.items()})
+            self._finish(
+                item.work,
+                {name: found[id(made[of.name])][name] for name, of in self.graph.outputs.items()},
+            )
         return moved
 
     def _drop(self, item: _Item, error: GraphrunError) -> None:
@@ -501,34 +588,52 @@ class Flow(Works):
 def _split(
     trace: Trace, begin: float, end: float, runs: Sequence[_Run], stages: Mapping[str, str]
 ) -> list[tuple[Trace, float, float]]:
-    """The part of ``trace``, which is of all ``runs``, of each of them, and when that begins and ends. ``stages``: by phase."""
+    """The part of ``trace``, which is of all ``runs``, of each of them, and when that begins and
+    ends. ``stages``: by phase."""
     if len(runs) == 1:
         return [(trace, begin, end)]
     found = []
     for run in runs:
-        own = [at for at, slot in enumerate(trace.slots) if stages.get(slot.phase) in run.post.stages]
+        own = [
+            at for at, slot in enumerate(trace.slots) if stages.get(slot.phase) in run.post.stages
+        ]
         slots = [trace.slots[at] for at in own]
         first, last = (slots[0].start_seconds, slots[-1].end_seconds) if slots else (0.0, 0.0)
 
         def moved(of: Timed, back: float = first) -> Timed:
-            return replace(of, start_seconds=of.start_seconds - back, end_seconds=of.end_seconds - back)
+            return replace(
+                of, start_seconds=of.start_seconds - back, end_seconds=of.end_seconds - back
+            )
 
-        events = tuple(moved(replace(of, slot=own.index(of.slot))) for of in trace.events if of.slot in own)
+        events = tuple(
+            moved(replace(of, slot=own.index(of.slot))) for of in trace.events if of.slot in own
+        )
         part = replace(trace, slots=tuple(map(moved, slots)), events=events, notes=())
         found.append((part, begin + first, min(end, begin + last)))
     return found
 
 
 def segments_of(graph: Graph, placement: Placement) -> tuple[Segment, ...]:
-    """The part of ``graph`` that each device runs, with its plan. Raises PlanError where two devices would make different bits."""
+    """The part of ``graph`` that each device runs, with its plan. Raises PlanError where two
+    devices would make different bits."""
     found, chosen = list[Segment](), dict[str, Any]()
     for of in placement.assignments:
         assert of.column.solution is not None
-        parts = [graph.part(placement.stages[slice(*span)]) for span in parts_of(placement.stages, of.stages)]
+        parts = [
+            graph.part(placement.stages[slice(*span)])
+            for span in parts_of(placement.stages, of.stages)
+        ]
         outputs = {name: output for part in parts for name, output in part.outputs.items()}
-        found.append(Segment(of.stages, replace(graph.part(of.stages), outputs=outputs), of.column.solution))
+        found.append(
+            Segment(of.stages, replace(graph.part(of.stages), outputs=outputs), of.column.solution)
+        )
         choices = choices_of(of.column.solution)
-        for name, choice in [*choices.variants.items(), *((f"stage {stage}", option) for stage, option in choices.options.items())]:
+        for name, choice in [
+            *choices.variants.items(),
+            *((f"stage {stage}", option) for stage, option in choices.options.items()),
+        ]:
             if chosen.setdefault(name, choice) != choice:
-                raise PlanError(f"{of.name} runs {name} in another way than a device before it, which changes the output")
+                raise PlanError(
+                    f"{of.name} runs {name} in another way than a device before it, which changes the output"
+                )
     return tuple(found)

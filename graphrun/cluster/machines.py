@@ -2,8 +2,8 @@
 
 graphrun: 1
 hosts:
-  a: {ram: 64G, pinned: 32G, devices: [{id: 0, hardware: rtx4090, vram: 22G}, {id: 1, hardware: rtx3060, vram: 11G}]}
-  b: {ram: 32G, devices: [{id: 0, hardware: rtx4090, vram: 22G}]}
+  a: {ram: 64G, pinned: 32G, devices: [{id: 0, hardware: rtx4090, vram: 22G}, {id: 1, hardware:
+  rtx3060, vram: 11G}]} b: {ram: 32G, devices: [{id: 0, hardware: rtx4090, vram: 22G}]}
 links: [{between: [a, b], bytes_per_second: 1.2e9, seconds: 1e-4}]
 """
 
@@ -35,14 +35,26 @@ DEVICE_KINDS = ("cuda", "sim")
 def _nbytes(given: Any) -> Any:
     """Bytes of a size, which is a text or an int; others are for pydantic to refuse."""
     try:
-        return parse_size(given) if isinstance(given, (str, int)) and not isinstance(given, bool) else given
+        return (
+            parse_size(given)
+            if isinstance(given, (str, int)) and not isinstance(given, bool)
+            else given
+        )
     except InputError as error:
-        raise PydanticCustomError("size", "{text}", {"text": str(error).removeprefix("size: ")}) from None
+        raise PydanticCustomError(
+            "size", "{text}", {"text": str(error).removeprefix("size: ")}
+        ) from None
 
 
 def _number(given: Any) -> Any:
-    """A number that YAML reads as text, such as 1.2e9, for which its version 1.1 demands a sign behind the e."""
-    return float(given) if isinstance(given, str) and re.fullmatch(r"[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]{1,3})?", given) else given
+    """A number that YAML reads as text, such as 1.2e9, for which its version 1.1 demands a sign
+    behind the e."""
+    return (
+        float(given)
+        if isinstance(given, str)
+        and re.fullmatch(r"[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]{1,3})?", given)
+        else given
+    )
 
 
 Size = Annotated[int, BeforeValidator(_nbytes)]
@@ -55,16 +67,21 @@ class DeviceSpec(Spec):
     id: Annotated[int, Field(ge=0)] = Field(description="Its number on the host.")
     hardware: Text = Field(description="A built-in device or a profile, as for --hardware.")
     vram: Size = Field(description="Its VRAM budget, such as 22G.")
-    device: Text | None = Field(default=None, description="The torch device on its host; left out: cuda:ID, or sim:ID.")
+    device: Text | None = Field(
+        default=None, description="The torch device on its host; left out: cuda:ID, or sim:ID."
+    )
 
 
 class HostSpec(Spec):
     """A machine with its devices, and the memory that they share."""
 
     ram: Size = Field(description="RAM budget of all its devices together, such as 64G.")
-    pinned: Size | None = Field(default=None, description="Part of the RAM that may be page-locked.")
+    pinned: Size | None = Field(
+        default=None, description="Part of the RAM that may be page-locked."
+    )
     pcie: Rate | None = Field(
-        default=None, description="Bytes per second between RAM and all devices together; left out: each has what its hardware has."
+        default=None,
+        description="Bytes per second between RAM and all devices together; left out: each has what its hardware has.",
     )
     devices: list[DeviceSpec] = Field(min_length=1, description="Its devices.")
 
@@ -74,21 +91,29 @@ class LinkSpec(Spec):
 
     between: list[Text] = Field(min_length=2, description="Names of hosts.")
     bytes_per_second: Rate = Field(description="In each direction.")
-    seconds: Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1e6)] = Field(default=0.0, description="Latency.")
+    seconds: Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1e6)] = Field(
+        default=0.0, description="Latency."
+    )
 
 
 class ClusterSpec(Spec):
     """A cluster file of graphrun."""
 
     graphrun: Literal[1] = Field(description="The version of this file format.")
-    address: Text | None = Field(default=None, description="Of a running Ray cluster, or auto; left out: one is started here.")
+    address: Text | None = Field(
+        default=None,
+        description="Of a running Ray cluster, or auto; left out: one is started here.",
+    )
     hosts: dict[Text, HostSpec] = Field(min_length=1, description="Machines by name.")
-    links: list[LinkSpec] = Field(default_factory=list, description="Networks; hosts without one exchange nothing.")
+    links: list[LinkSpec] = Field(
+        default_factory=list, description="Networks; hosts without one exchange nothing."
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device of a cluster. ``hardware``: with its share of what its host's devices share. ``torch``: such as ``cuda:1``."""
+    """A device of a cluster. ``hardware``: with its share of what its host's devices share.
+    ``torch``: such as ``cuda:1``."""
 
     host: str
     id: int
@@ -104,7 +129,8 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine. ``pinned_bytes``: limit of page-locked RAM of all its devices; None: that of RAM."""
+    """A machine. ``pinned_bytes``: limit of page-locked RAM of all its devices; None: that of
+    RAM."""
 
     name: str
     ram_bytes: int
@@ -114,7 +140,8 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What any two of the hosts ``between`` have: ``bytes_per_second`` in each direction, ``seconds`` of latency."""
+    """What any two of the hosts ``between`` have: ``bytes_per_second`` in each direction,
+    ``seconds`` of latency."""
 
     between: tuple[str, ...]
     bytes_per_second: float
@@ -140,14 +167,18 @@ class Cluster:
         return ", ".join(sorted({of.hardware.label for of in self.devices}))
 
     def link(self, one: str, other: str) -> Link | None:
-        """The link between two hosts; of a host with itself one that takes no time. None: they exchange nothing."""
+        """The link between two hosts; of a host with itself one that takes no time. None: they
+        exchange nothing."""
         if one == other:
             return Link((one, other), float("inf"), 0.0)
-        return next((link for link in self.links if one in link.between and other in link.between), None)
+        return next(
+            (link for link in self.links if one in link.between and other in link.between), None
+        )
 
 
 def read_cluster(path: Path, cache: Path | None = None) -> Cluster:
-    """The cluster in the YAML file ``path``. ``cache``: a folder with profiles of measured hardware.
+    """The cluster in the YAML file ``path``. ``cache``: a folder with profiles of measured
+    hardware.
 
     Raises GraphError with one line per problem: ``file:line: entry: what is wrong``.
     """
@@ -162,7 +193,8 @@ def read_cluster(path: Path, cache: Path | None = None) -> Cluster:
 
 
 def refuse_large(cluster: Cluster, where: str) -> None:
-    """Raises InputError if ``cluster``, from the file ``where``, is beyond the limit ``devices`` or ``entries``."""
+    """Raises InputError if ``cluster``, from the file ``where``, is beyond the limit ``devices`` or
+    ``entries``."""
     for count, what in ((len(cluster.hosts), "hosts"), (len(cluster.devices), "devices")):
         require("devices", count, f"it has {count:,} {what}", where)
     names = sum(len(link.between) for link in cluster.links)
@@ -172,7 +204,10 @@ def refuse_large(cluster: Cluster, where: str) -> None:
 def _host(name: str, spec: HostSpec, document: Document, cache: Path | None) -> Host:
     where = ("hosts", name)
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name):
-        document.add(where, "is not a host's name: letters, digits, dots, dashes and underscores, at most 64, no dot or dash first")
+        document.add(
+            where,
+            "is not a host's name: letters, digits, dots, dashes and underscores, at most 64, no dot or dash first",
+        )
     devices = list[Device]()
     for number, of in enumerate(spec.devices):
         own = (*where, "devices", number)
@@ -185,17 +220,22 @@ def _host(name: str, spec: HostSpec, document: Document, cache: Path | None) -> 
             continue
         kind = (of.device or hardware.device).partition(":")[0]
         if kind not in DEVICE_KINDS or kind != hardware.device:
-            document.add((*own, "device"), f"{of.device!r} is no {hardware.device} device, which {of.hardware} is")
+            document.add(
+                (*own, "device"),
+                f"{of.device!r} is no {hardware.device} device, which {of.hardware} is",
+            )
         shared = _shared(hardware, len(spec.devices), spec.pcie)
-        devices.append(Device(name, of.id, shared, of.vram, of.device or f"{hardware.device}:{of.id}"))
+        devices.append(
+            Device(name, of.id, shared, of.vram, of.device or f"{hardware.device}:{of.id}")
+        )
     if len({device.torch for device in devices}) < len(devices):
         document.add((*where, "devices"), "two devices have the same `device`")
     return Host(name, spec.ram, spec.pinned, tuple(devices))
 
 
 def _shared(hardware: Hardware, count: int, pcie: float | None) -> Hardware:
-    """``hardware`` as one of ``count`` devices: a fixed, equal share of the disk's rate and of the host's ``pcie``, so that what a
-    plan takes does not depend on what the others do."""
+    """``hardware`` as one of ``count`` devices: a fixed, equal share of the disk's rate and of the
+    host's ``pcie``, so that what a plan takes does not depend on what the others do."""
     share, own = (pcie or float("inf")) / count, hardware
     return replace(
         own,
@@ -206,13 +246,20 @@ def _shared(hardware: Hardware, count: int, pcie: float | None) -> Hardware:
     )
 
 
-def _check_links(links: tuple[Link, ...], hosts: Mapping[str, HostSpec], document: Document) -> None:
+def _check_links(
+    links: tuple[Link, ...], hosts: Mapping[str, HostSpec], document: Document
+) -> None:
     linked = set[frozenset[str]]()
     for number, link in enumerate(links):
         for index, name in enumerate(link.between):
             if name not in hosts:
-                document.add(("links", number, "between", index), f"there is no host {name!r}{did_you_mean(name, hosts)}")
+                document.add(
+                    ("links", number, "between", index),
+                    f"there is no host {name!r}{did_you_mean(name, hosts)}",
+                )
         pairs = [frozenset(pair) for pair in combinations(link.between, 2)]
         if twice := [pair for pair in pairs if pair in linked or len(pair) == 1]:
-            document.add(("links", number, "between"), f"{' and '.join(sorted(twice[0]))} are linked twice")
+            document.add(
+                ("links", number, "between"), f"{' and '.join(sorted(twice[0]))} are linked twice"
+            )
         linked |= set(pairs)

@@ -1,4 +1,5 @@
-"""What a placement does with items: an event simulator of a stream of them, the rate that can be sustained, and one item's latency.
+"""What a placement does with items: an event simulator of a stream of them, the rate that can be
+sustained, and one item's latency.
 
 Shares no code with the program that chooses placements.
 
@@ -6,9 +7,10 @@ Shares no code with the program that chooses placements.
     o o o o o o o ->  o >###> o o  ->       o o     ->       o >###>        ->  o o o
                       inbox   outbox                         inbox
 
-An idle device takes the next item of its inbox. It fills that from the items that wait before its first stage, the oldest first,
-until WAITING are in it or on their way; it starts nothing while WAITING results wait behind it. Of a device with several parts each
-has these for itself; a run takes an item through each part that is able to, and counts as one of all of them. Values take their
+An idle device takes the next item of its inbox. It fills that from the items that wait before its
+first stage, the oldest first, until WAITING are in it or on their way; it starts nothing while
+WAITING results wait behind it. Of a device with several parts each has these for itself; a run
+takes an item through each part that is able to, and counts as one of all of them. Values take their
 turn on the link between two hosts, one item after another in each direction.
 """
 
@@ -40,8 +42,8 @@ class _Machine:
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """A part of a device at work. ``inbox``: items whose values are there; ``coming``: those on their way; ``outbox``: results that
-    wait."""
+    """A part of a device at work. ``inbox``: items whose values are there; ``coming``: those on
+    their way; ``outbox``: results that wait."""
 
     assignment: Assignment
     begin: int
@@ -75,7 +77,8 @@ class _Stream:
 
     def __init__(self, placement: Placement, items: int, warm: bool) -> None:
         self.last, self.link = len(placement.stages), cache(placement.cluster.link)
-        self.waiting: dict[int, dict[str, deque[_Item]]] = defaultdict(lambda: defaultdict(deque))  # by stage, then host
+        # by stage, then host
+        self.waiting: dict[int, dict[str, deque[_Item]]] = defaultdict(lambda: defaultdict(deque))
         self.waiting[0][""].extend(_Item(0.0, None) for _ in range(items))
         self.workers: dict[int, list[_Worker]] = defaultdict(list)  # by first stage
         for of in placement.assignments:
@@ -84,7 +87,8 @@ class _Stream:
                 machine.parts.append(worker := _Worker(of, *span, machine))
                 self.workers[worker.begin].append(worker)
         self.nbytes = bytes_before(placement.stages, placement.values)
-        self.free_seconds: dict[tuple[str, str], float] = defaultdict(float)  # when the link from a host to another is free
+        # when the link from a host to another is free
+        self.free_seconds: dict[tuple[str, str], float] = defaultdict(float)
         self.events: list[tuple[float, int, Callable[[_Worker], None], _Worker]] = []
         self.order, self.clock, self.done = count(), 0.0, list[float]()
 
@@ -108,7 +112,10 @@ class _Stream:
             arrives = self.clock
             if item.maker is not None:
                 way = host, worker.assignment.device.host
-                self.free_seconds[way] = max(self.clock, self.free_seconds[way]) + self.nbytes[begin] / link.bytes_per_second
+                self.free_seconds[way] = (
+                    max(self.clock, self.free_seconds[way])
+                    + self.nbytes[begin] / link.bytes_per_second
+                )
                 arrives = self.free_seconds[way] + link.seconds
                 item.maker.outbox -= 1
                 self._start(item.maker)
@@ -116,14 +123,25 @@ class _Stream:
             self._at(arrives, self._arrived, worker)
 
     def _next(self, begin: int) -> tuple[str, _Worker, Link] | None:
-        """Of the item that waits longest, and can be sent, the host, the device that gets it, and the link."""
+        """Of the item that waits longest, and can be sent, the host, the device that gets it, and
+        the link."""
         free = [of for of in self.workers[begin] if of.coming + of.inbox < WAITING]
-        queues = {host: queue[0].clock for host, queue in self.waiting[begin].items() if queue} if free else {}
+        queues = (
+            {host: queue[0].clock for host, queue in self.waiting[begin].items() if queue}
+            if free
+            else {}
+        )
         for host in sorted(queues, key=queues.__getitem__):
-            links = [(of, self.link(host or of.assignment.device.host, of.assignment.device.host)) for of in free]
+            links = [
+                (of, self.link(host or of.assignment.device.host, of.assignment.device.host))
+                for of in free
+            ]
             able = [(of, link) for of, link in links if link is not None]
             if able:
-                return host, *min(able, key=lambda pair: (pair[0].queued, pair[0].assignment.column.steady_seconds))
+                return host, *min(
+                    able,
+                    key=lambda pair: (pair[0].queued, pair[0].assignment.column.steady_seconds),
+                )
         return None
 
     def _arrived(self, worker: _Worker) -> None:
@@ -132,10 +150,16 @@ class _Stream:
 
     def _start(self, worker: _Worker) -> None:
         machine, column = worker.machine, worker.assignment.column
-        able = [] if machine.running else [of for of in machine.parts if of.inbox and of.outbox < WAITING]
+        able = (
+            []
+            if machine.running
+            else [of for of in machine.parts if of.inbox and of.outbox < WAITING]
+        )
         if not able:
             return
-        seconds = column.steady_seconds if machine.warm else column.cold_seconds - column.ahead_seconds
+        seconds = (
+            column.steady_seconds if machine.warm else column.cold_seconds - column.ahead_seconds
+        )
         start = self.clock if machine.warm else max(self.clock, column.ahead_seconds)
         machine.running, machine.warm = able, True
         for of in able:
@@ -158,7 +182,8 @@ class _Stream:
 
 
 def finish_seconds(placement: Placement, items: int, *, warm: bool = False) -> list[float]:
-    """When each of ``items`` items is done, in order, all there at 0 and dispatched as above. ``warm``: with weights loaded."""
+    """When each of ``items`` items is done, in order, all there at 0 and dispatched as above.
+    ``warm``: with weights loaded."""
     return _Stream(placement, items, warm).run()
 
 
@@ -182,35 +207,58 @@ def with_figures(placement: Placement) -> Placement:
     if placement.objective == "latency":
         limiting = max(chain, key=lambda of: taken_seconds(of, placement.items)).stages
     seconds = max(finish_seconds(placement, placement.items))
-    return replace(placement, items_per_second=rate, latency_seconds=latency, seconds=seconds, bottleneck=limiting)
+    return replace(
+        placement,
+        items_per_second=rate,
+        latency_seconds=latency,
+        seconds=seconds,
+        bottleneck=limiting,
+    )
 
 
 def _rate(placement: Placement, *, by_host: bool) -> tuple[float, tuple[str, ...]]:
-    """The largest flow of items, and the stages of the devices that limit it; none where links do. ``by_host``: links between
-    hosts limit it too, each boundary by itself."""
-    network, nbytes, last = networkx.DiGraph(), bytes_before(placement.stages, placement.values), len(placement.stages)
+    """The largest flow of items, and the stages of the devices that limit it; none where links do.
+    ``by_host``: links between hosts limit it too, each boundary by itself."""
+    network, nbytes, last = (
+        networkx.DiGraph(),
+        bytes_before(placement.stages, placement.values),
+        len(placement.stages),
+    )
     hosts = sorted({of.device.host for of in placement.assignments}) if by_host else [""]
-    for at, one, other in ((at, one, other) for at in range(1, last) for one in hosts for other in hosts):
+    for at, one, other in (
+        (at, one, other) for at in range(1, last) for one in hosts for other in hosts
+    ):
         link = placement.cluster.link(one, other)
         if link is not None:
-            limit = {} if one == other or not nbytes[at] else {"capacity": link.bytes_per_second / nbytes[at]}
+            limit = (
+                {}
+                if one == other or not nbytes[at]
+                else {"capacity": link.bytes_per_second / nbytes[at]}
+            )
             network.add_edge((at, one, "made"), (at, other, "wanted"), **limit)
     for host in hosts:
         network.add_edge("new", (0, host, "wanted"))
         network.add_edge((last, host, "made"), "done")
-    for of, (begin, end) in [(each, span) for each in placement.assignments for span in placement.spans(each)]:
+    for of, (begin, end) in [
+        (each, span) for each in placement.assignments for span in placement.spans(each)
+    ]:
         host = of.device.host if by_host else ""
         ends = (begin, host, "wanted"), (end, host, "made")
         known = network.get_edge_data(*ends, {"capacity": 0.0})["capacity"]
         network.add_edge(*ends, capacity=known + 1 / of.column.steady_seconds)
     rate, (near, _) = networkx.minimum_cut(network, "new", "done")
-    cut = {(a, b): of["capacity"] for a, b, of in network.edges(data=True) if a in near and b not in near}
+    cut = {
+        (a, b): of["capacity"]
+        for a, b, of in network.edges(data=True)
+        if a in near and b not in near
+    }
     (begin, _, of_begin), (end, *_) = max(cut, key=lambda edge: cut[edge])
     return float(rate), placement.stages[begin:end] if of_begin == "wanted" else ()
 
 
 def taken_seconds(of: Assignment, items: int, part: int = 0) -> float:
-    """Of one item on a device, in part number ``part``: the first where there is only one, else a later one."""
+    """Of one item on a device, in part number ``part``: the first where there is only one, else a
+    later one."""
     column = of.column
     if items == 1:
         return column.cold_seconds - column.ahead_seconds
@@ -218,18 +266,27 @@ def taken_seconds(of: Assignment, items: int, part: int = 0) -> float:
 
 
 def alone(placement: Placement) -> tuple[float, tuple[Assignment, ...]]:
-    """Seconds of one item alone, and the devices that run it: of those that hold the same stages, the one that is done first. A
-    device starts when the values have arrived and its weights are there."""
-    cold, stages, nbytes = placement.items == 1, placement.stages, bytes_before(placement.stages, placement.values)
+    """Seconds of one item alone, and the devices that run it: of those that hold the same stages,
+    the one that is done first. A device starts when the values have arrived and its weights are
+    there."""
+    cold, stages, nbytes = (
+        placement.items == 1,
+        placement.stages,
+        bytes_before(placement.stages, placement.values),
+    )
     spans = ((of, span) for of in placement.assignments for span in placement.spans(of))
     parts = [(of, parts_of(stages, of.stages).index(span), span) for of, span in spans]
 
-    def rest(at: int, clock: float, chain: tuple[Assignment, ...]) -> tuple[float, tuple[Assignment, ...]]:
+    def rest(
+        at: int, clock: float, chain: tuple[Assignment, ...]
+    ) -> tuple[float, tuple[Assignment, ...]]:
         if at == len(stages):
             return clock, chain
         first: dict[int, tuple[float, Assignment]] = {}
         for of, number, (begin, end) in parts:
-            link = placement.cluster.link(chain[-1].device.host if chain else of.device.host, of.device.host)
+            link = placement.cluster.link(
+                chain[-1].device.host if chain else of.device.host, of.device.host
+            )
             if begin != at or link is None:
                 continue
             arrived = clock + (link.seconds + nbytes[at] / link.bytes_per_second if chain else 0.0)

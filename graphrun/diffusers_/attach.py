@@ -1,21 +1,27 @@
-"""Attaches graphrun to a live pipeline, which is one whose components have weights. Every call of it is executed by a plan.
+"""Attaches graphrun to a live pipeline, which is one whose components have weights. Every call of
+it is executed by a plan.
 
-This module decides when a plan is made, and which plan a call uses. The executor (`graphrun.runtime`) carries the plan out.
+This module decides when a plan is made, and which plan a call uses. The executor
+(`graphrun.runtime`) carries the plan out.
 
     pipe(...)            is there a plan for this call (see `CallKey`)?
-                            | yes     | no: dry run of the call on the meta pipeline -> problem -> solve -> keep the plan
-                            v         v
-    executor.follow      the pipeline's own code runs. Each call into a component (an entry) opens the next slots of the plan.
+                            | yes     | no: dry run of the call on the meta pipeline -> problem ->
+                            solve -> keep the plan v         v
+    executor.follow      the pipeline's own code runs. Each call into a component (an entry) opens
+    the next slots of the plan.
                          If the plan does not have the entry, a new plan replaces it
                             v
-                         the device holds what it held before the call, the weights that the plan keeps, and the results, which
-                         the pipeline's method returns
+                         the device holds what it held before the call, the weights that the plan
+                         keeps, and the results, which the pipeline's method returns
 
-A call is planned as the steady one of a session: weights that the plan keeps are on the device when it begins, and stay. Where
-another call left other blocks there, `graphrun.solve.transitions` makes the plan's run from what is found.
+A call is planned as the steady one of a session: weights that the plan keeps are on the device when
+it begins, and stay. Where another call left other blocks there, `graphrun.solve.transitions` makes
+the plan's run from what is found.
 
-Terms: a *dry run* executes a whole call of the pipeline without weights, and gives a `Recording`. In it, each kind of entry is
-*traced* once, which gives the numbers of that entry. A `Trace` of the executor is something else: the measurements of a run."""
+Terms: a *dry run* executes a whole call of the pipeline without weights, and gives a `Recording`.
+In it, each kind of entry is
+*traced* once, which gives the numbers of that entry. A `Trace` of the executor is something else:
+the measurements of a run."""
 
 from __future__ import annotations
 
@@ -86,16 +92,17 @@ class CallStore(Protocol):
         """What was kept for equal ``content``; None where nothing was."""
 
     def keep(self, packages: Iterable[str], content: Any, data: Any) -> None:
-        """Stores ``data`` for a call described by ``content`` of a pipeline whose classes are from ``packages``."""
+        """Stores ``data`` for a call described by ``content`` of a pipeline whose classes are from
+        ``packages``."""
 
 
 class CallKey(NamedTuple):
     """Calls of the pipeline with equal keys share a plan.
 
-    ``name``: what is called. ``arguments``: its autocast, the signature of its arguments (`signature_of`), without the content of
-    texts, and the tensors that earlier calls keep for it (`kept_by`). ``texts``: the arguments' signature with texts, for calls
-    whose entries were found to depend on them; else empty.
-    ``reserve_bytes``: bytes that the caller has on the device."""
+    ``name``: what is called. ``arguments``: its autocast, the signature of its arguments
+    (`signature_of`), without the content of texts, and the tensors that earlier calls keep for it
+    (`kept_by`). ``texts``: the arguments' signature with texts, for calls whose entries were found
+    to depend on them; else empty. ``reserve_bytes``: bytes that the caller has on the device."""
 
     name: str
     arguments: Any
@@ -117,9 +124,9 @@ class CallKey(NamedTuple):
 class PlannedCall:
     """The plan for calls with one `CallKey`.
 
-    ``entry_signatures``: signatures of the entries in the call's dry run. ``traced_entries``: how many entries had been
-    traced, for this call and others, when the plan was made. A further trace may change the numbers of a component, so the
-    plan is then made again."""
+    ``entry_signatures``: signatures of the entries in the call's dry run. ``traced_entries``: how
+    many entries had been traced, for this call and others, when the plan was made. A further trace
+    may change the numbers of a component, so the plan is then made again."""
 
     entry_signatures: frozenset[str]
     solution: Solution
@@ -127,16 +134,19 @@ class PlannedCall:
 
 
 class Attachment:
-    """What `graphrun.attach` returns; also available as ``pipe.graphrun``. A context manager that detaches on exit.
+    """What `graphrun.attach` returns; also available as ``pipe.graphrun``. A context manager that
+    detaches on exit.
 
-    ``hardware``, ``limits``, ``demands``: what calls are planned for; ``limits.runs`` above 1: weights stay on the device between
-    calls. ``budget``: an object that attachments share whose weights are within one budget, which is that of ``limits``. ``tell``
-    is called with one line where a call is planned; the line is logged too. ``store``: dry runs and plans on disk. ``components``,
-    ``entries``: of an object that is no pipeline of diffusers, its components and the methods to plan.
+    ``hardware``, ``limits``, ``demands``: what calls are planned for; ``limits.runs`` above 1:
+    weights stay on the device between calls. ``budget``: an object that attachments share whose
+    weights are within one budget, which is that of ``limits``. ``tell`` is called with one line
+    where a call is planned; the line is logged too. ``store``: dry runs and plans on disk.
+    ``components``, ``entries``: of an object that is no pipeline of diffusers, its components and
+    the methods to plan.
 
-    Attributes of the last call: ``solution`` is its plan. ``trace`` is what was measured; its peaks do not count the bytes that the
-    caller held on the device. ``replans`` lists the entries (``component.entry``) that the plan did not have, and that were planned
-    when they came.
+    Attributes of the last call: ``solution`` is its plan. ``trace`` is what was measured; its peaks
+    do not count the bytes that the caller held on the device. ``replans`` lists the entries
+    (``component.entry``) that the plan did not have, and that were planned when they came.
     """
 
     def __init__(
@@ -159,22 +169,40 @@ class Attachment:
         self.replans: tuple[str, ...] = ()
         self._device, self._hardware, self._demands, self._tell = device, hardware, demands, tell
         self._store = store
-        self._lock, self._thread = device_lock(device.name), 0  # _thread: the thread that is inside a call; 0: none
+        # _thread: the thread that is inside a call; 0: none
+        self._lock, self._thread = (
+            device_lock(device.name),
+            0,
+        )
         self._process = os.getpid()
-        self._at_rest = False  # whether a method runs that changes the pipeline; all weights are on the CPU then
+        # whether a method runs that changes the pipeline; all weights are on the CPU then
+        self._at_rest = False
         self._detached = self._detach_pending = self._release_pending = False
         self._state: State = []  # the pipeline's `state_of` at the last call
         self._settings: State = []  # `settings_of` after the last call
-        self._stored_state: tuple[State, State] = ([], [])  # `state_of` and `settings_of` when the pipeline changed last
-        self._dry_runs: dict[Any, tuple[DryRun, frozenset[str]]] = {}  # `CallKey.without_reserve` -> dry run, entry signatures
+        # `state_of` and `settings_of` when the pipeline changed last
+        self._stored_state: tuple[State, State] = (
+            [],
+            [],
+        )
+        self._dry_runs: dict[
+            Any, tuple[DryRun, frozenset[str]]
+        ] = {}  # `CallKey.without_reserve` -> dry run, entry signatures
         self._plans: dict[CallKey, PlannedCall] = {}
         self._solutions: dict[str, Solution] = {}  # by digest of the problem
-        self._continued: dict[Any, Solution] = {}  # by digest of the problem, and what a run found on the device
-        self._text_dependent: set[Any] = set()  # `CallKey.without_texts` of calls that needed a new plan: each text is planned anew
+        self._continued: dict[
+            Any, Solution
+        ] = {}  # by digest of the problem, and what a run found on the device
+        # `CallKey.without_texts` of calls that needed a new plan: each text is planned anew
+        self._text_dependent: set[Any] = set()
         self._modules = merge_shared(components_of(pipe, components))
-        graph = graph_of(pipe, self._modules).directed(demands.keep, demands.exclude, pin=demands.pin)  # raises InputError
+        # raises InputError
+        graph = graph_of(pipe, self._modules).directed(
+            demands.keep, demands.exclude, pin=demands.pin
+        )
         self._limits = replace(limits, allow=graph.allowed(limits.allow))
-        removed = remove_interceptors(self._modules)  # those of other attached pipelines that share components
+        # those of other attached pipelines that share components
+        removed = remove_interceptors(self._modules)
         try:
             self._host = LiveHost(self._modules, device, budget or self)
         finally:
@@ -184,11 +212,13 @@ class Attachment:
     # -- public methods
 
     def detach(self) -> None:
-        """Restores the pipeline: its own class, weights in ordinary CPU memory, nothing on the device.
+        """Restores the pipeline: its own class, weights in ordinary CPU memory, nothing on the
+        device.
 
-        Called inside a pipeline call (in a callback), it takes effect when that call ends, whether it returns or raises. Another
-        thread waits for the call to end. Raises InputError, and changes nothing, while a call of another attached pipeline uses
-        components of this one. In a forked process it does nothing.
+        Called inside a pipeline call (in a callback), it takes effect when that call ends, whether
+        it returns or raises. Another thread waits for the call to end. Raises InputError, and
+        changes nothing, while a call of another attached pipeline uses components of this one. In a
+        forked process it does nothing.
         """
         if os.getpid() != self._process:
             return
@@ -202,8 +232,8 @@ class Attachment:
     def release(self) -> None:
         """Frees what the pipeline's calls left on the device; the next call loads it again.
 
-        Called inside a call, it takes effect when that ends. Call it after writing to some places of a weight through
-        ``tensor.data``, which is not noticed for certain.
+        Called inside a call, it takes effect when that ends. Call it after writing to some places
+        of a weight through ``tensor.data``, which is not noticed for certain.
         """
         self._refuse_forked()
         with self._lock:
@@ -214,8 +244,12 @@ class Attachment:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes on the device now of the pipeline's weights, and of tables that its modules cached (Qwen-Image)."""
-        return sum(residency.loaded_bytes() for residency in self._host.residencies.values()) + self._host.cached_bytes
+        """Bytes on the device now of the pipeline's weights, and of tables that its modules cached
+        (Qwen-Image)."""
+        return (
+            sum(residency.loaded_bytes() for residency in self._host.residencies.values())
+            + self._host.cached_bytes
+        )
 
     def _uninstall(self) -> None:
         removed = remove_interceptors(self._modules)
@@ -250,7 +284,8 @@ class Attachment:
             self._tell(line)
 
     def report(self, *, full: bool = False) -> str:
-        """A text table of the last call, planned beside measured, with one row per phase. ``full``: the plan and one row per slot.
+        """A text table of the last call, planned beside measured, with one row per phase. ``full``:
+        the plan and one row per slot.
 
         Raises InputError before the first call.
         """
@@ -259,10 +294,15 @@ class Attachment:
             return f"{solution.problem.graph}: the call entered no component"
         if self.replans:
             return f"{plan_screen(solution)}\n\nthe call left this plan, and was planned again at {', '.join(self.replans)}"
-        return f"{plan_screen(solution)}\n{measured_screen(solution, trace, [])}" if full else call_screen(solution, trace)
+        return (
+            f"{plan_screen(solution)}\n{measured_screen(solution, trace, [])}"
+            if full
+            else call_screen(solution, trace)
+        )
 
     def summary(self) -> dict[str, Any]:
-        """The last call as JSON-ready data; ``replans`` lists the entries that were replanned. Raises InputError as `report`."""
+        """The last call as JSON-ready data; ``replans`` lists the entries that were replanned.
+        Raises InputError as `report`."""
         solution, trace = self._last()
         fits = bool(solution.problem.phases) and not self.replans
         return {**summarize(solution, None, trace if fits else None), "replans": list(self.replans)}
@@ -275,20 +315,32 @@ class Attachment:
     # -- interception of calls
 
     def _install(self) -> None:
-        """Starts to intercept calls of the pipelines (`PipelineProxy`), and calls into components from outside the pipelines."""
+        """Starts to intercept calls of the pipelines (`PipelineProxy`), and calls into components
+        from outside the pipelines."""
         self._interceptor = CallInterceptor(
-            self._modules, self._device.torch_device, around=self._on_component_entry, casts=AtRest()
+            self._modules,
+            self._device.torch_device,
+            around=self._on_component_entry,
+            casts=AtRest(),
         )
         self._interceptor.__enter__()
         self._proxy = PipelineProxy(
-            self.pipe, self._entries, self._reported_device, self._on_call, self._on_change, graphrun=property(lambda _: self)
+            self.pipe,
+            self._entries,
+            self._reported_device,
+            self._on_call,
+            self._on_change,
+            graphrun=property(lambda _: self),
         )
 
     def _reported_device(self) -> torch.device:
         return self._device.torch_device if not self._at_rest else torch.device("cpu")
 
-    def _on_call(self, path: str, name: str, method: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> Any:
-        """Plans and runs a call of method ``name`` of ``owner``: the pipeline, or one inside it at the attribute ``path``."""
+    def _on_call(
+        self, path: str, name: str, method: Callable[..., Any], owner: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Plans and runs a call of method ``name`` of ``owner``: the pipeline, or one inside it at
+        the attribute ``path``."""
         if self._in_call():
             return method(owner, *args, **kwargs)
 
@@ -297,11 +349,15 @@ class Attachment:
             return meta_owner if name == "__call__" else getattr(meta_owner, name)  # type: ignore[no-any-return]
 
         label = ".".join(filter(None, (path, name.strip("_"))))
-        return self._call(Call(label, functools.partial(method, owner), find, args, kwargs, self.autocast))
+        return self._call(
+            Call(label, functools.partial(method, owner), find, args, kwargs, self.autocast)
+        )
 
-    def _on_change(self, path: str, name: str, method: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a method that loads, saves, casts or changes settings. All weights are on the CPU meanwhile, as always between
-        calls."""
+    def _on_change(
+        self, path: str, name: str, method: Callable[..., Any], owner: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Runs a method that loads, saves, casts or changes settings. All weights are on the CPU
+        meanwhile, as always between calls."""
         if name == "to":
             dtype = dtype_of_to(args, kwargs, self._device.torch_device)
             if dtype is None:
@@ -314,11 +370,16 @@ class Attachment:
         with self._exclusive(at_rest=True):
             self._host.release()
             if name == "save_pretrained":
-                self._host.restore()  # safetensors refuses tensors that share memory, as those of a component in an arena do
+                # safetensors refuses tensors that share memory, as those of a component in an arena
+                # do
+                self._host.restore()
             return method(owner, *args, **kwargs)
 
-    def _on_component_entry(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Plans and runs a call into a component that does not come from a method of the pipeline."""
+    def _on_component_entry(
+        self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Plans and runs a call into a component that does not come from a method of the
+        pipeline."""
 
         def find(meta_pipeline: MetaPipeline) -> Callable[..., Any]:
             return entry_of(meta_pipeline.meta_modules[component], entry)
@@ -337,7 +398,8 @@ class Attachment:
             return self._run(call)
 
     def _in_call(self) -> bool:
-        """Whether this thread is inside a call of the pipeline. Raises InputError in a forked process."""
+        """Whether this thread is inside a call of the pipeline. Raises InputError in a forked
+        process."""
         self._refuse_forked()
         return self._thread == threading.get_ident()
 
@@ -346,9 +408,11 @@ class Attachment:
 
     @contextmanager
     def _exclusive(self, at_rest: bool = False) -> Iterator[None]:
-        """Inside this context no other thread calls the pipeline, and no attached pipeline intercepts calls into the components.
+        """Inside this context no other thread calls the pipeline, and no attached pipeline
+        intercepts calls into the components.
 
-        ``at_rest``: inside, the pipeline reports the CPU as its device. A `detach` that was requested inside is done on exit.
+        ``at_rest``: inside, the pipeline reports the CPU as its device. A `detach` that was
+        requested inside is done on exit.
         """
         self._refuse_forked()
         with self._lock:
@@ -367,7 +431,8 @@ class Attachment:
                     self.detach()
 
     def _run(self, call: Call) -> Any:
-        """Runs ``call`` by its plan, which is made first if there is none, and returns its result. An error empties the device."""
+        """Runs ``call`` by its plan, which is made first if there is none, and returns its result.
+        An error empties the device."""
         try:
             return self._run_planned(call)
         except BaseException:
@@ -378,7 +443,8 @@ class Attachment:
         host, device, torch_device = self._host, self._device, self._device.torch_device
         modules = owned(self._modules)
         host.begin(changed=self._detect_changes(modules))
-        reserve_bytes = device.allocated_bytes - host.held_bytes()  # the caller's own tensors, arguments among them
+        # the caller's own tensors, arguments among them
+        reserve_bytes = device.allocated_bytes - host.held_bytes()
         key = self._key(call, reserve_bytes)
         begins = key not in self._plans
         planned = self._plan_for(call, key, reserve_bytes)
@@ -405,14 +471,20 @@ class Attachment:
         beside_bytes = host.held_bytes(besides=used)
         host.wake()
         try:
-            trace = follow(solution, host, device, work, replan=replan, handed_out=handed_out, checked=True)
+            trace = follow(
+                solution, host, device, work, replan=replan, handed_out=handed_out, checked=True
+            )
         finally:
             host.rest(used)
-        self._settings = settings_of(self.pipe, leftovers.found)  # what the call itself changed is no change
+        # what the call itself changed is no change
+        self._settings = settings_of(self.pipe, leftovers.found)
         if begins and not replan.entries:
-            self._continued_from_here(planned.solution)  # for the next call of this kind, which then plans nothing
+            # for the next call of this kind, which then plans nothing
+            self._continued_from_here(planned.solution)
         self.solution, self.replans = solution, tuple(replan.entries)
-        self.trace = _without_caller_bytes(trace, reserve_bytes + beside_bytes, handed_out(trace.outputs))
+        self.trace = _without_caller_bytes(
+            trace, reserve_bytes + beside_bytes, handed_out(trace.outputs)
+        )
         if replan.entries and key.without_texts not in self._text_dependent:
             self._text_dependent.add(key.without_texts)
             del self._dry_runs[key.without_reserve]
@@ -423,7 +495,11 @@ class Attachment:
         if not solution.plan.again:
             return solution
         found = self._host.loaded()
-        own = {numbers.name: found[numbers.name] for numbers in solution.problem.components if numbers.name in found}
+        own = {
+            numbers.name: found[numbers.name]
+            for numbers in solution.problem.components
+            if numbers.name in found
+        }
         key = solution.problem.digest, tuple(own.items())
         if key not in self._continued:
             self._continued[key] = found_there = continued(solution, own)
@@ -432,22 +508,31 @@ class Attachment:
         return self._continued[key]
 
     def make_room(self, solution: Solution, used: Collection[str]) -> None:
-        """Evicts weights of other plans so that the first run of ``solution``, which uses the components ``used``, fits."""
+        """Evicts weights of other plans so that the first run of ``solution``, which uses the
+        components ``used``, fits."""
         slots, problem = solution.simulation.slots, solution.problem
         peak_bytes = max((report.peak_bytes for report in slots), default=0)
-        page_bytes = int(problem.hardware.page_scale * LARGE_PAGE_BYTES) if problem.counts_pages else 0
+        page_bytes = (
+            int(problem.hardware.page_scale * LARGE_PAGE_BYTES) if problem.counts_pages else 0
+        )
         keeps = bool(solution.plan.again) and not problem.helpers
-        self._host.make_room(peak_bytes, problem.effective_bytes, used, page_bytes=page_bytes if keeps else None)
+        self._host.make_room(
+            peak_bytes, problem.effective_bytes, used, page_bytes=page_bytes if keeps else None
+        )
         for number, helper in enumerate(problem.helpers, 1):
             peak_bytes = max((report.helper_peaks[number - 1] for report in slots), default=0)
             self._host.make_room(peak_bytes, helper.effective_bytes, used, number)
 
     def _refresh_components(self) -> None:
-        """Takes over components that were replaced in the pipeline since the last call (``pipe.vae = other``)."""
+        """Takes over components that were replaced in the pipeline since the last call (``pipe.vae
+        = other``)."""
         modules = merge_shared(components_of(self.pipe, self._named), self._modules.values())
-        if {name: id(module) for name, module in modules.items()} == {name: id(module) for name, module in self._modules.items()}:
+        if {name: id(module) for name, module in modules.items()} == {
+            name: id(module) for name, module in self._modules.items()
+        }:
             return
-        previous = {f"previous {name}": module for name, module in self._modules.items()}  # a name of its own for each module
+        # a name of its own for each module
+        previous = {f"previous {name}": module for name, module in self._modules.items()}
         removed = remove_interceptors({**previous, **modules})
         try:
             self._host.replace_modules(modules)
@@ -463,8 +548,8 @@ class Attachment:
         _reinstall([interceptor for interceptor in removed if interceptor is not self._interceptor])
 
     def _detect_changes(self, modules: list[Owned]) -> bool:
-        """Whether the pipeline, with ``modules``, changed since the last call (VAE tiling, a LoRA, another scheduler). If so, drops
-        all its plans."""
+        """Whether the pipeline, with ``modules``, changed since the last call (VAE tiling, a LoRA,
+        another scheduler). If so, drops all its plans."""
         state, settings = state_of(self.pipe, modules), settings_of(self.pipe, modules)
         changed = (state, settings) != (self._state, self._settings)
         if changed:
@@ -480,11 +565,13 @@ class Attachment:
         self._continued.clear()
 
     def _dtype_variants(self) -> Mapping[str, DtypeVariant]:
-        """By name: the dtype variants that components have had in dry runs, the original ones included."""
+        """By name: the dtype variants that components have had in dry runs, the original ones
+        included."""
         return self._meta_pipeline.dtype_variants.known
 
     def _key(self, call: Call, reserve_bytes: int) -> CallKey:
-        kept = kept_by(self.pipe) if is_pipeline(self.pipe) else ()  # of another program `settings_of` has it
+        # of another program `settings_of` has it
+        kept = kept_by(self.pipe) if is_pipeline(self.pipe) else ()
         arguments = str(call.autocast), signature_of((call.args, call.kwargs)), kept
         key = CallKey(call.name, arguments, (), reserve_bytes)
         if key.without_texts not in self._text_dependent:
@@ -492,12 +579,13 @@ class Attachment:
         return key._replace(texts=signature_of((call.args, call.kwargs), texts=True))
 
     def _plan_for(self, call: Call, key: CallKey, reserve_bytes: int) -> PlannedCall:
-        """The plan for ``call``: a dry run and the solver give it, unless an earlier call with an equal key had one that still
-        holds."""
+        """The plan for ``call``: a dry run and the solver give it, unless an earlier call with an
+        equal key had one that still holds."""
         meta_pipeline = self._meta_pipeline
         if key.without_reserve not in self._dry_runs:
             made = self._stored_dry_run(key) or self._dry_run(call, key)
-            key = self._key(call, reserve_bytes)  # with its texts, where the dry run found that their lengths matter
+            # with its texts, where the dry run found that their lengths matter
+            key = self._key(call, reserve_bytes)
             self._dry_runs[key.without_reserve] = made
             self._plans.pop(key, None)
         found = self._plans.get(key)
@@ -507,15 +595,23 @@ class Attachment:
             solution = self._solutions.get(problem.digest) or self.solve(problem)
             refuse_broken(solution)  # once for all calls
             self._solutions[problem.digest] = solution
-            found = self._plans[key] = PlannedCall(entry_signatures, solution, meta_pipeline.prober.traces)
+            found = self._plans[key] = PlannedCall(
+                entry_signatures, solution, meta_pipeline.prober.traces
+            )
         return found
 
     def _dry_run(self, call: Call, key: CallKey) -> tuple[DryRun, frozenset[str]]:
-        """The dry run of ``call``, and the signatures of its entries. Without profiles, which are taken from all dry runs."""
+        """The dry run of ``call``, and the signatures of its entries. Without profiles, which are
+        taken from all dry runs."""
         kind = own_class(self.pipe).__name__
-        self.say(f"{kind} {call.name}: planning, once for calls of this kind (a dry run, then the plan)")
+        self.say(
+            f"{kind} {call.name}: planning, once for calls of this kind (a dry run, then the plan)"
+        )
         meta_pipeline = self._meta_pipeline
-        recording, entries = meta_pipeline.probe(call), frozenset(meta_pipeline.prober.entry_signatures)
+        recording, entries = (
+            meta_pipeline.probe(call),
+            frozenset(meta_pipeline.prober.entry_signatures),
+        )
         if meta_pipeline.prober.text_lengths.matter:
             self._text_dependent.add(key.without_texts)
             key = self._key(call, key.reserve_bytes)
@@ -529,8 +625,11 @@ class Attachment:
         return DryRun(recording, {}), entries
 
     def _stored_dry_run(self, key: CallKey) -> tuple[DryRun, frozenset[str]] | None:
-        """The dry run of an equal call of an equal pipeline from the store, with the profiles that it had there."""
-        if self._store is None or not (data := self._store.find(packages_of(self.pipe, self._modules), self._stored_under(key))):
+        """The dry run of an equal call of an equal pipeline from the store, with the profiles that
+        it had there."""
+        if self._store is None or not (
+            data := self._store.find(packages_of(self.pipe, self._modules), self._stored_under(key))
+        ):
             return None
         dry_run = DryRun.from_json(data["run"])
         dry_run.recording.keeps = True
@@ -542,10 +641,16 @@ class Attachment:
         return [repr(self._stored_state), repr(key.without_reserve)]
 
     def problem(
-        self, recording: Recording, reserve_bytes: int, *, once: bool = False, stored: Mapping[str, ComponentProfile] | None = None
+        self,
+        recording: Recording,
+        reserve_bytes: int,
+        *,
+        once: bool = False,
+        stored: Mapping[str, ComponentProfile] | None = None,
     ) -> Problem:
-        """The problem for the call in ``recording``, with ``reserve_bytes`` of the device taken by the caller's tensors. ``once``:
-        for one run, which leaves nothing on the device. ``stored``: profiles of the components, where it was not traced here.
+        """The problem for the call in ``recording``, with ``reserve_bytes`` of the device taken by
+        the caller's tensors. ``once``: for one run, which leaves nothing on the device. ``stored``:
+        profiles of the components, where it was not traced here.
 
         A directive for a component holds for each of its dtype variants that the call enters.
         """
@@ -557,10 +662,13 @@ class Attachment:
         )
         demands = Directives(keep, exclude, self._demands.reserve_bytes + reserve_bytes, pin)
         limits = replace(self._limits, runs=1) if once or not entered else self._limits
-        return self._meta_pipeline.problem(recording, demands, self._hardware, limits, stored or None)
+        return self._meta_pipeline.problem(
+            recording, demands, self._hardware, limits, stored or None
+        )
 
     def solve(self, problem: Problem) -> Solution:
-        """The plan for ``problem``. A call that enters no component has no phases; its plan is the end slot alone."""
+        """The plan for ``problem``. A call that enters no component has no phases; its plan is the
+        end slot alone."""
         if problem.phases:
             return self._store.solve(problem) if self._store is not None else solve(problem)
         return solution_of(problem, Plan(problem.digest, (Slot("", "end", 0, ()),)))
@@ -573,37 +681,68 @@ def _reinstall(removed: list[CallInterceptor]) -> None:
 
 
 class _Replan:
-    """Implements the executor's `Replan`: makes a plan for an entry that the current plan does not have.
+    """Implements the executor's `Replan`: makes a plan for an entry that the current plan does not
+    have.
 
-    ``entry_signatures``: signatures of the entries that the current plan has. ``entries``: those that were planned, as
-    ``component.entry``.
+    ``entry_signatures``: signatures of the entries that the current plan has. ``entries``: those
+    that were planned, as ``component.entry``.
     """
 
-    def __init__(self, attachment: Attachment, entry_signatures: frozenset[str], reserve_bytes: int) -> None:
+    def __init__(
+        self, attachment: Attachment, entry_signatures: frozenset[str], reserve_bytes: int
+    ) -> None:
         self.entries: list[str] = []
-        self._attachment, self._entry_signatures, self._reserve_bytes = attachment, entry_signatures, reserve_bytes
+        self._attachment, self._entry_signatures, self._reserve_bytes = (
+            attachment,
+            entry_signatures,
+            reserve_bytes,
+        )
 
-    def expects(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the current plan has an entry with this signature, or one with another text that computes the same."""
+    def expects(
+        self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether the current plan has an entry with this signature, or one with another text that
+        computes the same."""
         if self._signature(component, entry, args, kwargs) in self._entry_signatures:
             return True
         attachment, dtype_variants = self._attachment, self._attachment._host.dtype_variants
         assert dtype_variants is not None
         known = dtype_variants.known[component]
-        return attachment._meta_pipeline.serves(self._entry_signatures, known, entry, args, kwargs, attachment.autocast)
+        return attachment._meta_pipeline.serves(
+            self._entry_signatures, known, entry, args, kwargs, attachment.autocast
+        )
 
-    def plan_from(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], live_bytes: int) -> Solution:
-        """The plan for this entry and for later ones with the same signature. ``live_bytes``: bytes allocated on the device."""
+    def plan_from(
+        self,
+        component: str,
+        entry: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        live_bytes: int,
+    ) -> Solution:
+        """The plan for this entry and for later ones with the same signature. ``live_bytes``: bytes
+        allocated on the device."""
         attachment, dtype_variants = self._attachment, self._attachment._host.dtype_variants
         assert dtype_variants is not None
-        attachment.say(f"{own_class(attachment.pipe).__name__}: {component}.{entry} is not in the plan of the call: planning it")
+        attachment.say(
+            f"{own_class(attachment.pipe).__name__}: {component}.{entry} is not in the plan of the call: planning it"
+        )
         known, autocast = dtype_variants.known[component], attachment.autocast
         call, returned = attachment._meta_pipeline.trace(known, entry, args, kwargs, autocast)
         live_in_bytes = max(0, live_bytes - self._reserve_bytes - attachment._host.held_bytes())
-        # One stage in which the component is entered twice, so that the plan has a first and a steady slot: the latter is for later
-        # entries. 1, 2 and 3 are the keys of what is live before, and of what the two calls return.
+        # One stage in which the component is entered twice, so that the plan has a first and a
+        # steady slot: the latter is for later entries. 1, 2 and 3 are the keys of what is live
+        # before, and of what the two calls return.
         recording = Recording(
-            [Event(1, live_in_bytes), call, Event(2, returned.nbytes), call, Event(3, returned.nbytes), StageEnd(entry)], keeps=True
+            [
+                Event(1, live_in_bytes),
+                call,
+                Event(2, returned.nbytes),
+                call,
+                Event(3, returned.nbytes),
+                StageEnd(entry),
+            ],
+            keeps=True,
         )
         solution = attachment.solve(attachment.problem(recording, self._reserve_bytes, once=True))
         attachment._host.lay_out(solution.chosen, dtype_variants.known)
@@ -612,29 +751,36 @@ class _Replan:
         self.entries.append(f"{component}.{entry}")
         return solution
 
-    def _signature(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def _signature(
+        self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str:
         attachment = self._attachment
         device_type = attachment._device.torch_device.type
-        return repr(attachment._meta_pipeline.prober.signature(component, entry, args, kwargs, device_type))
+        return repr(
+            attachment._meta_pipeline.prober.signature(component, entry, args, kwargs, device_type)
+        )
 
 
 def _without_caller_bytes(trace: Trace, held_bytes: int, output_bytes: int) -> Trace:
     """``trace`` without outputs, and with the caller's bytes subtracted from its peaks.
 
-    These are ``held_bytes``, which the caller had on the device before the call, and in the end slot the outputs too.
+    These are ``held_bytes``, which the caller had on the device before the call, and in the end
+    slot the outputs too.
     """
     caller_bytes = {"end": held_bytes + output_bytes}
     slots = tuple(
-        replace(slot, peak_bytes=max(0, slot.peak_bytes - caller_bytes.get(slot.part, held_bytes))) for slot in trace.slots
+        replace(slot, peak_bytes=max(0, slot.peak_bytes - caller_bytes.get(slot.part, held_bytes)))
+        for slot in trace.slots
     )
     return replace(trace, slots=slots, outputs={})
 
 
 def hardware_of(device: Any, hardware: str | Hardware | None) -> Hardware:
-    """The hardware to plan for: ``hardware`` if given; else that of ``device``, which is ``"sim"``, ``"cuda"`` or a `Device`;
-    else that of the GPU in this machine.
+    """The hardware to plan for: ``hardware`` if given; else that of ``device``, which is ``"sim"``,
+    ``"cuda"`` or a `Device`; else that of the GPU in this machine.
 
-    Raises InputError where there is no CUDA device, or where ``device`` and ``hardware`` are of different kinds.
+    Raises InputError where there is no CUDA device, or where ``device`` and ``hardware`` are of
+    different kinds.
     """
     kind = device.name if device is not None and not isinstance(device, str) else device
     if kind not in (None, "cuda", "sim"):
@@ -643,7 +789,11 @@ def hardware_of(device: Any, hardware: str | Hardware | None) -> Hardware:
     if chosen is None:
         chosen = known_hardware.simulated() if kind == "sim" else known_hardware.found()
     if chosen is None:
-        raise InputError("there is no CUDA device here to attach to; device='sim' attaches to the simulated accelerator")
+        raise InputError(
+            "there is no CUDA device here to attach to; device='sim' attaches to the simulated accelerator"
+        )
     if kind not in (None, chosen.device):
-        raise InputError(f"hardware {chosen.name} is a {chosen.device} device, and device is {kind}; leave one of them out")
+        raise InputError(
+            f"hardware {chosen.name} is a {chosen.device} device, and device is {kind}; leave one of them out"
+        )
     return chosen

@@ -1,7 +1,8 @@
-"""Arguments of a pipeline call: the signature that a plan is stored under, and a copy of them for a dry run.
+"""Arguments of a pipeline call: the signature that a plan is stored under, and a copy of them for a
+dry run.
 
-The signature leaves out texts and seeds, since pipelines pad most texts to a fixed length. The copy leaves the caller's generators,
-tensors and callbacks unchanged.
+The signature leaves out texts and seeds, since pipelines pad most texts to a fixed length. The copy
+leaves the caller's generators, tensors and callbacks unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from graphrun.modules.trees import walk
 
 
 def signature_of(value: Any, texts: bool = False) -> Any:
-    """A hashable signature of ``value``: shapes, sizes, types, counts and plain numbers. ``texts``: also the content of strings.
+    """A hashable signature of ``value``: shapes, sizes, types, counts and plain numbers. ``texts``:
+    also the content of strings.
 
     Arguments with equal signatures share a plan.
     """
@@ -45,11 +47,14 @@ def signature_of(value: Any, texts: bool = False) -> Any:
     return kind
 
 
-def copy_for_dry_run(value: Any, device: torch.device, meta_modules_by_id: Mapping[int, Any]) -> Any:
+def copy_for_dry_run(
+    value: Any, device: torch.device, meta_modules_by_id: Mapping[int, Any]
+) -> Any:
     """A copy of ``value`` for a dry run on ``device``.
 
-    Tensors are copied (those of an accelerator to ``device``), CPU generators with their state. A module is replaced by the meta
-    module in ``meta_modules_by_id`` (by the id of the live module), and a callback by one that does nothing.
+    Tensors are copied (those of an accelerator to ``device``), CPU generators with their state. A
+    module is replaced by the meta module in ``meta_modules_by_id`` (by the id of the live module),
+    and a callback by one that does nothing.
     """
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -84,8 +89,11 @@ def no_op_callback(*args: Any, **kwargs: Any) -> Any:
 
 
 def describe_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """The arguments of a call as text for error messages: dtype and shape for a tensor, the type name for other objects."""
-    shown = [_shown(value) for value in args] + [f"{name}={_shown(value)}" for name, value in kwargs.items()]
+    """The arguments of a call as text for error messages: dtype and shape for a tensor, the type
+    name for other objects."""
+    shown = [_shown(value) for value in args] + [
+        f"{name}={_shown(value)}" for name, value in kwargs.items()
+    ]
     return ", ".join(shown)
 
 

@@ -1,4 +1,5 @@
-"""Planning a live pipeline without running it: for any hardware and budget, with weights in memory or on meta."""
+"""Planning a live pipeline without running it: for any hardware and budget, with weights in memory
+or on meta."""
 
 from __future__ import annotations
 
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
 
 
 class LivePipeline:
-    """What `graphrun.from_pipeline` returns. `graphrun.estimate` takes it like a graph, with the arguments of a call as inputs.
+    """What `graphrun.from_pipeline` returns. `graphrun.estimate` takes it like a graph, with the
+    arguments of a call as inputs.
 
-    ``graph`` is the pipeline as stages, as `graphrun import` would write it; `to_yaml` writes it to a file.
+    ``graph`` is the pipeline as stages, as `graphrun import` would write it; `to_yaml` writes it to
+    a file.
     """
 
     def __init__(self, pipe: Any) -> None:
@@ -34,22 +37,33 @@ class LivePipeline:
         self.modules = merge_shared(components_of(pipe))
         self._meta_pipeline = MetaPipeline(pipe, self.modules)
 
-    def problem(self, inputs: Mapping[str, Any], hardware: Hardware, limits: Limits, demands: Directives) -> Problem:
+    def problem(
+        self, inputs: Mapping[str, Any], hardware: Hardware, limits: Limits, demands: Directives
+    ) -> Problem:
         """The problem of ``pipe(**inputs)``, planned by a dry run.
 
-        Raises ProbeError where the dry run fails, and what the pipeline itself raises about its arguments.
+        Raises ProbeError where the dry run fails, and what the pipeline itself raises about its
+        arguments.
         """
-        recording = self._meta_pipeline.probe(Call("call", self.pipe, lambda meta_pipeline: meta_pipeline.pipe, (), dict(inputs)))
+        recording = self._meta_pipeline.probe(
+            Call("call", self.pipe, lambda meta_pipeline: meta_pipeline.pipe, (), dict(inputs))
+        )
         problem = self._meta_pipeline.problem(recording, demands, hardware, limits)
-        plain = ((name, str(value)) for name, value in sorted(inputs.items()) if isinstance(value, (bool, int, float)))
+        plain = (
+            (name, str(value))
+            for name, value in sorted(inputs.items())
+            if isinstance(value, (bool, int, float))
+        )
         return replace(problem, settings=tuple(plain))
 
     @cached_property
     def graph(self) -> Graph:
-        """The pipeline as a graph of stages, with the defaults of its call as inputs. Its files are removed with this object.
+        """The pipeline as a graph of stages, with the defaults of its call as inputs. Its files are
+        removed with this object.
 
-        Pass ``modules=pipeline.graph_modules`` to `graphrun.run` to run it with these weights. Raises InputError for what a graph
-        file cannot express, ProbeError where the dry run of the call fails.
+        Pass ``modules=pipeline.graph_modules`` to `graphrun.run` to run it with these weights.
+        Raises InputError for what a graph file cannot express, ProbeError where the dry run of the
+        call fails.
         """
         self._folder = tempfile.TemporaryDirectory(prefix="graphrun-")
         return self._imported({}).write(Path(self._folder.name, "pipeline.yaml"))
@@ -62,12 +76,21 @@ class LivePipeline:
         found = of_pipeline(self.pipe)
         return {name: found.live[name] for name in found.components}
 
-    def to_yaml(self, path: Path, *, inputs: Mapping[str, Any] | None = None, whole: bool = False, force: bool = False) -> Graph:
-        """Writes the graph file ``path``, with configurations and tokenizers beside it, and returns the graph loaded from there.
+    def to_yaml(
+        self,
+        path: Path,
+        *,
+        inputs: Mapping[str, Any] | None = None,
+        whole: bool = False,
+        force: bool = False,
+    ) -> Graph:
+        """Writes the graph file ``path``, with configurations and tokenizers beside it, and returns
+        the graph loaded from there.
 
-        ``inputs``: defaults in place of the pipeline's. ``whole``: one stage, even where the call could be split. The file's source
-        is the folder or repository that the pipeline was loaded from; without one, the file has no source. Raises what ``graph``
-        raises, and InputError where the file exists and ``force`` is not set.
+        ``inputs``: defaults in place of the pipeline's. ``whole``: one stage, even where the call
+        could be split. The file's source is the folder or repository that the pipeline was loaded
+        from; without one, the file has no source. Raises what ``graph`` raises, and InputError
+        where the file exists and ``force`` is not set.
         """
         return self._imported(inputs or {}, whole=whole).write(path, force=force)
 

@@ -1,9 +1,11 @@
-"""Dry run of one call of a live pipeline: its own code on a meta copy, on an unlimited simulated accelerator.
+"""Dry run of one call of a live pipeline: its own code on a meta copy, on an unlimited simulated
+accelerator.
 
 Knows no budgets, no plans, and not the device that the call will run on.
 
-    live pipeline    pipe(prompt, image=..., generator=...)         text_encoder, unet, vae with weights
-    meta pipeline    pipe(prompt, image=copy, generator=copy)       the same on meta; each entry signature is traced once
+    live pipeline    pipe(prompt, image=..., generator=...)         text_encoder, unet, vae with
+    weights meta pipeline    pipe(prompt, image=copy, generator=copy)       the same on meta; each
+    entry signature is traced once
 """
 
 from __future__ import annotations
@@ -42,8 +44,9 @@ from graphrun.sim.dry import PLANNED, DryMachine
 class Call:
     """A call of an attached pipeline.
 
-    ``name`` is used in messages. ``proceed`` runs it on the live pipeline; ``find`` returns the same callable of a meta pipeline.
-    ``autocast``: the dtype of the autocast that it is called under, on the device; None: none.
+    ``name`` is used in messages. ``proceed`` runs it on the live pipeline; ``find`` returns the
+    same callable of a meta pipeline. ``autocast``: the dtype of the autocast that it is called
+    under, on the device; None: none.
     """
 
     name: str
@@ -59,10 +62,11 @@ class ProbeError(InputError):
 
 
 class MetaPipeline:
-    """A copy of a pipeline on meta, in the state of the pipeline when it was made, with the traces of all its dry runs.
+    """A copy of a pipeline on meta, in the state of the pipeline when it was made, with the traces
+    of all its dry runs.
 
-    The copy is made anew where it holds other tensors than the pipeline: a dry run left some in it, or calls left some in the
-    pipeline."""
+    The copy is made anew where it holds other tensors than the pipeline: a dry run left some in it,
+    or calls left some in the pipeline."""
 
     @on_host()
     def __init__(self, pipe: Any, modules: Mapping[str, nn.Module]) -> None:
@@ -75,22 +79,29 @@ class MetaPipeline:
         self.pipe, self.meta_modules = meta_module_of(self._live_pipe, PLANNED, self._modules)
         self.prober = LiveProber(self.meta_modules, self._modules, traced)
         self.dtype_variants = self.prober.dtype_variants
-        self._meta_modules_by_id = {id(module): self.meta_modules[name] for name, module in self._modules.items()}
+        self._meta_modules_by_id = {
+            id(module): self.meta_modules[name] for name, module in self._modules.items()
+        }
         found = owned(self.meta_modules)
-        helpers = {id(value): value for _, _, own in found for value in own.values() if is_helper(value)}
+        helpers = {
+            id(value): value for _, _, own in found for value in own.values() if is_helper(value)
+        }
         self._tables = [HeldAttributes(child, own) for _, child, own in found]
         self._tables += [HeldAttributes(helper, {**vars(helper)}) for helper in helpers.values()]
 
     @on_host()
     def probe(self, call: Call) -> Recording:
-        """Records a dry run of ``call``. Arguments, generators and the global random state are not changed.
+        """Records a dry run of ``call``. Arguments, generators and the global random state are not
+        changed.
 
-        Raises ProbeError naming what failed. A ValueError or TypeError that the pipeline raises before any component is entered is
-        about its arguments, and is raised as it is.
+        Raises ProbeError naming what failed. A ValueError or TypeError that the pipeline raises
+        before any component is entered is about its arguments, and is raised as it is.
         """
         if kept_by(self.pipe) != kept_by(self._live_pipe):
             self._copy(self.prober)
-        for tables in self._tables:  # those of positions, which an earlier dry run made; the call makes them anew
+        for tables in (
+            self._tables
+        ):  # those of positions, which an earlier dry run made; the call makes them anew
             tables.forget()
         recording = self.prober.begin(Recording(keeps=True))
         self.prober.entry_signatures.clear()
@@ -109,7 +120,8 @@ class MetaPipeline:
                 args = copy_for_dry_run(call.args, PLANNED, self._meta_modules_by_id)
                 kwargs = copy_for_dry_run(call.kwargs, PLANNED, self._meta_modules_by_id)
                 machine.on_cut = self.prober.text_lengths.cut
-                machine.listener = recording  # set after copying the arguments: the caller's tensors are not part of the call
+                # set after copying the arguments: the caller's tensors are not part of the call
+                machine.listener = recording
                 call.find(self)(*args, **kwargs)
                 recording.items.append(StageEnd(call.name))
         except GraphrunError:
@@ -118,7 +130,11 @@ class MetaPipeline:
             entered = [item.component for item in recording.items if isinstance(item, Traced)]
             if not entered and isinstance(error, (ValueError, TypeError)):
                 raise
-            after = f"after {entered[-1]} was entered" if entered else "before any component was entered"
+            after = (
+                f"after {entered[-1]} was entered"
+                if entered
+                else "before any component was entered"
+            )
             raise ProbeError(
                 f"the dry run of {call.name}({describe_arguments(call.args, call.kwargs)}) failed {after}, in the pipeline's own "
                 f"code: {type(error).__name__}: {error}. A dry run puts zeros in place of the components' outputs; if the pipeline "
@@ -135,8 +151,8 @@ class MetaPipeline:
         kwargs: dict[str, Any],
         autocast: torch.dtype | None = None,
     ) -> tuple[Traced, Returned]:
-        """Traces one entry into a component in ``dtype_variant``, under ``autocast``: (what it allocates and enters, what it
-        returns)."""
+        """Traces one entry into a component in ``dtype_variant``, under ``autocast``: (what it
+        allocates and enters, what it returns)."""
         self.prober.register(dtype_variant)
         with self.dtype_variants.within(dtype_variant), following(autocast):
             proceed = entry_of(self.meta_modules[dtype_variant.component], entry)
@@ -151,11 +167,13 @@ class MetaPipeline:
         kwargs: dict[str, Any],
         autocast: torch.dtype | None,
     ) -> bool:
-        """Whether an entry computes what one with a signature in ``expected`` does that differs from it in texts only: a component
-        that takes texts itself may pad them to one length."""
+        """Whether an entry computes what one with a signature in ``expected`` does that differs
+        from it in texts only: a component that takes texts itself may pad them to one length."""
         with following(autocast):
             like = self.prober.differing_in_texts(dtype_variant.name, entry, args, kwargs, expected)
-        return bool(like) and self.prober.same(like, self.trace(dtype_variant, entry, args, kwargs, autocast)[0])
+        return bool(like) and self.prober.same(
+            like, self.trace(dtype_variant, entry, args, kwargs, autocast)[0]
+        )
 
     @property
     def profiles(self) -> Mapping[str, ComponentProfile]:
@@ -172,43 +190,75 @@ class MetaPipeline:
         limits: Limits,
         profiles: Mapping[str, ComponentProfile] | None = None,
     ) -> Problem:
-        """The problem for ``recording``, with the component ``profiles``; None: those taken from all traces so far."""
+        """The problem for ``recording``, with the component ``profiles``; None: those taken from
+        all traces so far."""
         graph = graph_of(self._live_pipe, self._modules, self.dtype_variants.known.values())
         graph = graph.directed(demands.keep, demands.exclude, demands.reserve_bytes, demands.pin)
-        return problem_of(graph, DryRun(recording, self.profiles if profiles is None else profiles), hardware, limits, {})
+        return problem_of(
+            graph,
+            DryRun(recording, self.profiles if profiles is None else profiles),
+            hardware,
+            limits,
+            {},
+        )
 
 
 class LiveProber(Prober):
-    """A prober of ``live`` modules, whose own weights it uses for an entry that it computes on the CPU. ``traced``: a prober of an
-    earlier copy of them, whose traces it takes over."""
+    """A prober of ``live`` modules, whose own weights it uses for an entry that it computes on the
+    CPU. ``traced``: a prober of an earlier copy of them, whose traces it takes over."""
 
     def __init__(
-        self, meta_modules: Mapping[str, nn.Module], live: Mapping[str, nn.Module], traced: LiveProber | None = None
+        self,
+        meta_modules: Mapping[str, nn.Module],
+        live: Mapping[str, nn.Module],
+        traced: LiveProber | None = None,
     ) -> None:
         self.dtype_variants = DtypeVariants(meta_modules)
         known = self.dtype_variants.known
-        super().__init__(meta_modules, self.dtype_variants, lambda name: live[known[name].component])
+        super().__init__(
+            meta_modules, self.dtype_variants, lambda name: live[known[name].component]
+        )
         self.entry_signatures: set[str] = set()  # of the call that is being probed, as text
         self.text_lengths = TextLengths()  # of that call
-        self._by_shape = defaultdict[Any, dict[Any, None]](dict)  # signatures with texts, by those without
+        # signatures with texts, by those without
+        self._by_shape = defaultdict[Any, dict[Any, None]](dict)
         if traced is not None:
-            self._traces, self.routed, self._by_shape = traced._traces, traced.routed, traced._by_shape
+            self._traces, self.routed, self._by_shape = (
+                traced._traces,
+                traced.routed,
+                traced._by_shape,
+            )
             for dtype_variant in traced.dtype_variants.known.values():
                 self.register(dtype_variant)
 
-    def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def answer(
+        self,
+        component: str,
+        entry: str,
+        proceed: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """As `Prober.answer`; also notes the entry's signature."""
         self.register(self.dtype_variants.known[component])
         signature = self.signature(component, entry, args, kwargs)
         self.entry_signatures.add(repr(signature))
         self.text_lengths.enter((args, kwargs))
-        self._by_shape[self.signature(component, entry, args, kwargs, texts=False)][signature] = None
+        self._by_shape[self.signature(component, entry, args, kwargs, texts=False)][signature] = (
+            None
+        )
         return super().answer(component, entry, proceed, args, kwargs)
 
-    def differing_in_texts(self, component: str, entry: str, args: Any, kwargs: Any, expected: Collection[str]) -> list[Any]:
+    def differing_in_texts(
+        self, component: str, entry: str, args: Any, kwargs: Any, expected: Collection[str]
+    ) -> list[Any]:
         """The signatures among ``expected`` that differ from that of this entry in texts only."""
         alike = self._by_shape.get(self.signature(component, entry, args, kwargs, texts=False), {})
-        return [signature for signature in alike if repr(signature) in expected and signature in self._traces]
+        return [
+            signature
+            for signature in alike
+            if repr(signature) in expected and signature in self._traces
+        ]
 
     def same(self, signatures: Iterable[Any], call: Traced) -> bool:
         """Whether one of the entries with these ``signatures`` was traced as ``call`` was."""
@@ -228,8 +278,19 @@ class LiveProber(Prober):
         """The number of entry signatures traced so far."""
         return len(self._traces)
 
-    def _untraceable(self, component: str, entry: str, args: Any, kwargs: Any, on_meta: Exception, on_cpu: Exception) -> Exception:
-        tried = [f"on {where} ({type(error).__name__}: {error})" for where, error in (("meta", on_meta), ("the CPU", on_cpu))]
+    def _untraceable(
+        self,
+        component: str,
+        entry: str,
+        args: Any,
+        kwargs: Any,
+        on_meta: Exception,
+        on_cpu: Exception,
+    ) -> Exception:
+        tried = [
+            f"on {where} ({type(error).__name__}: {error})"
+            for where, error in (("meta", on_meta), ("the CPU", on_cpu))
+        ]
         return ProbeError(
             f"{component}.{entry}({describe_arguments(args, kwargs)}) cannot be traced, neither {' nor '.join(tried)}: write the "
             f"pipeline's stages as a graph file, or replace {component} by a module that can be traced"

@@ -1,10 +1,13 @@
-"""Components of a live pipeline, and its meta copy: the same pipeline with all parameters and buffers on the meta device.
+"""Components of a live pipeline, and its meta copy: the same pipeline with all parameters and
+buffers on the meta device.
 
-Decides which modules count as components and how a pipeline is copied without its weights. Knows no plans and no device memory.
+Decides which modules count as components and how a pipeline is copied without its weights. Knows no
+plans and no device memory.
 
-    pipe                 text_encoder   transformer   vae       tokenizer   scheduler   prior_pipe.prior ...
-    component            yes            yes           yes       no          no          yes (once, by its first name)
-    in the meta copy     on meta        on meta       on meta   shared      copied      on meta
+    pipe                 text_encoder   transformer   vae       tokenizer   scheduler
+    prior_pipe.prior ... component            yes            yes           yes       no          no
+    yes (once, by its first name) in the meta copy     on meta        on meta       on meta   shared
+    copied      on meta
 """
 
 from __future__ import annotations
@@ -33,19 +36,23 @@ from graphrun.modules.quantize import normalize_quantized_layers
 from graphrun.modules.trees import PLAIN, may_hold, modules_below
 from graphrun.ops.modular import blocks_in, is_modular_class
 
-# Objects of these packages that are not modules (tokenizers, processors) keep no state of a call: the meta copy shares them.
+# Objects of these packages that are not modules (tokenizers, processors) keep no state of a call:
+# the meta copy shares them.
 SHARED_LIBRARIES = ("transformers", "tokenizers", "sentencepiece")
 
-# Attributes of peft's layers that say which LoRAs a forward computes: one that is fused takes no activation.
+# Attributes of peft's layers that say which LoRAs a forward computes: one that is fused takes no
+# activation.
 ADAPTER_ATTRIBUTES = ("_active_adapter", "_disable_adapters", "merged_adapters")
 _STATEFUL = frozenset({*ADAPTER_ATTRIBUTES, "_hf_hook", "processor", DIFFUSERS_HOOKS})
 
 State = list[Any]
-"""Plain values, shapes and texts. Compared as they are, since a digest of them would take most of the time of a short call."""
+"""Plain values, shapes and texts. Compared as they are, since a digest of them would take most of
+the time of a short call."""
 
 
 def is_modular(pipe: Any) -> bool:
-    """Whether ``pipe`` is a modular pipeline of diffusers. Those do not derive from ``DiffusionPipeline``."""
+    """Whether ``pipe`` is a modular pipeline of diffusers. Those do not derive from
+    ``DiffusionPipeline``."""
     return is_modular_class(type(pipe))
 
 
@@ -71,8 +78,8 @@ def pipelines_in(pipe: Any) -> dict[str, Any]:
 
 
 def components_of(pipe: Any, named: Mapping[str, nn.Module] | None = None) -> dict[str, nn.Module]:
-    """Every module with weights that ``pipe`` or a pipeline inside it holds, by attribute name; ``named`` where those are given.
-    Each module appears once.
+    """Every module with weights that ``pipe`` or a pipeline inside it holds, by attribute name;
+    ``named`` where those are given. Each module appears once.
 
     Submodules of another component are left out. Raises InputError when there is no component.
     """
@@ -85,7 +92,9 @@ def components_of(pipe: Any, named: Mapping[str, nn.Module] | None = None) -> di
     inner = {id(part) for module in found.values() for part in modules_below(module)[1:]}
     found = {name: module for name, module in found.items() if id(module) not in inner}
     if not found:
-        raise InputError(f"{type(pipe).__name__} holds no module with weights: pass a pipeline with its components")
+        raise InputError(
+            f"{type(pipe).__name__} holds no module with weights: pass a pipeline with its components"
+        )
     return found
 
 
@@ -99,11 +108,14 @@ class MergedComponent(nn.Module):
         self.config = {name: _plain(getattr(part, "config", {})) for name, part in parts.items()}
 
 
-def merge_shared(modules: Mapping[str, nn.Module], previous: Iterable[nn.Module] = ()) -> dict[str, nn.Module]:
-    """``modules`` with those that share weights merged into one component ``a_and_b`` (Z-Image's ControlNet runs layers of the
-    transformer).
+def merge_shared(
+    modules: Mapping[str, nn.Module], previous: Iterable[nn.Module] = ()
+) -> dict[str, nn.Module]:
+    """``modules`` with those that share weights merged into one component ``a_and_b`` (Z-Image's
+    ControlNet runs layers of the transformer).
 
-    ``previous``: earlier results; a `MergedComponent` among them with the same parts is returned again.
+    ``previous``: earlier results; a `MergedComponent` among them with the same parts is returned
+    again.
     """
     groups: list[tuple[set[int], dict[str, nn.Module]]] = []
     for name, module in modules.items():
@@ -118,7 +130,8 @@ def merge_shared(modules: Mapping[str, nn.Module], previous: Iterable[nn.Module]
 def _merged(parts: dict[str, nn.Module], previous: Iterable[nn.Module]) -> nn.Module:
     if len(parts) == 1:
         return next(iter(parts.values()))
-    same = (old for old in previous if isinstance(old, MergedComponent) and old._modules == parts)  # modules compare by identity
+    # modules compare by identity
+    same = (old for old in previous if isinstance(old, MergedComponent) and old._modules == parts)
     return next(same, None) or MergedComponent(parts)
 
 
@@ -130,8 +143,9 @@ def _modules_of(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def modules_in(program: Any) -> dict[str, nn.Module]:
-    """The modules with weights that ``program``, no pipeline of diffusers, holds: in attributes, lists, dicts and objects of its
-    own, by their path with ``_`` (``models_dit``). Modules inside others are left out. Of a module they are its children."""
+    """The modules with weights that ``program``, no pipeline of diffusers, holds: in attributes,
+    lists, dicts and objects of its own, by their path with ``_`` (``models_dit``). Modules inside
+    others are left out. Of a module they are its children."""
     found: dict[str, nn.Module] = {}
     seen = {id(program)}
 
@@ -157,9 +171,9 @@ def modules_in(program: Any) -> dict[str, nn.Module]:
 
 
 def settings_of(program: Any, found: Iterable[Owned]) -> State:
-    """What a dry run of ``program`` may depend on beside `state_of`, and a call may change too: plain private attributes of its
-    modules, ``found`` (``_chunk_size``); of a program that is no pipeline of diffusers also plain values and shapes of tensors in
-    its public attributes."""
+    """What a dry run of ``program`` may depend on beside `state_of`, and a call may change too:
+    plain private attributes of its modules, ``found`` (``_chunk_size``); of a program that is no
+    pipeline of diffusers also plain values and shapes of tensors in its public attributes."""
     content: list[Any] = [
         (name, number, key, value)
         for number, (name, _, own) in enumerate(found)
@@ -167,15 +181,21 @@ def settings_of(program: Any, found: Iterable[Owned]) -> State:
         if key[0] == "_" and type(value) in PLAIN
     ]
     if not is_pipeline(program):
-        content += [(key, signature_of(value, texts=True)) for key, value in sorted(vars(program).items()) if key[0] != "_"]
+        content += [
+            (key, signature_of(value, texts=True))
+            for key, value in sorted(vars(program).items())
+            if key[0] != "_"
+        ]
     return content
 
 
 def kept_by(pipe: Any) -> tuple[Any, ...]:
-    """The signatures of the tensors in attributes of ``pipe`` and of pipelines inside it, also in lists and dicts.
+    """The signatures of the tensors in attributes of ``pipe`` and of pipelines inside it, also in
+    lists and dicts.
 
-    They are what calls keep for further ones, which then compute less (Marigold keeps the embedding of an empty text) or another
-    size (LEdits++ edits the picture that it inverted last). Hashable."""
+    They are what calls keep for further ones, which then compute less (Marigold keeps the embedding
+    of an empty text) or another size (LEdits++ edits the picture that it inverted last).
+    Hashable."""
     return tuple(
         (path, key, signature_of(value))
         for path, owner in pipelines_in(pipe).items()
@@ -185,7 +205,13 @@ def kept_by(pipe: Any) -> tuple[Any, ...]:
 
 
 def _is_or_lists_tensors(value: Any) -> bool:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, deque)) else ()
+    items = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, (list, tuple, deque))
+        else ()
+    )
     return isinstance(value, torch.Tensor) or any(map(_is_or_lists_tensors, items))
 
 
@@ -211,12 +237,15 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
                 yield tensor
 
 
-def meta_module_of(pipe: Any, device: torch.device, components: Mapping[str, nn.Module]) -> tuple[Any, dict[str, nn.Module]]:
-    """A copy of ``pipe`` with the parameters and buffers of its modules on meta, which computes on ``device``; and in it the
-    ``components`` of ``pipe``.
+def meta_module_of(
+    pipe: Any, device: torch.device, components: Mapping[str, nn.Module]
+) -> tuple[Any, dict[str, nn.Module]]:
+    """A copy of ``pipe`` with the parameters and buffers of its modules on meta, which computes on
+    ``device``; and in it the ``components`` of ``pipe``.
 
-    Classes, configurations, processors and tied weights are those of the live pipeline; tokenizers are shared, schedulers copied.
-    No weight is read. Raises InputError when something in the pipeline cannot be copied.
+    Classes, configurations, processors and tied weights are those of the live pipeline; tokenizers
+    are shared, schedulers copied. No weight is read. Raises InputError when something in the
+    pipeline cannot be copied.
     """
     memo: dict[int, Any] = {}
     for _, module in _modules_of(pipe):
@@ -229,24 +258,45 @@ def meta_module_of(pipe: Any, device: torch.device, components: Mapping[str, nn.
                     if plain
                     else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
                 )
-                memo[id(tensor)] = nn.Parameter(twin, requires_grad=False) if isinstance(tensor, nn.Parameter) else twin
+                memo[id(tensor)] = (
+                    nn.Parameter(twin, requires_grad=False)
+                    if isinstance(tensor, nn.Parameter)
+                    else twin
+                )
         for tensor in _tensors(module):
             _copy_bnb_state(memo[id(tensor)], tensor, memo)
-        for child in module.modules():  # tensors that are computed from weights before each call, as by torch's weight_norm
-            made = (value for value in vars(child).values() if isinstance(value, torch.Tensor) and not value.is_leaf)
-            memo |= {id(tensor): torch.empty_like(tensor, device="meta").detach() for tensor in made}
+        for child in (
+            module.modules()
+        ):  # tensors that are computed from weights before each call, as by torch's weight_norm
+            made = (
+                value
+                for value in vars(child).values()
+                if isinstance(value, torch.Tensor) and not value.is_leaf
+            )
+            memo |= {
+                id(tensor): torch.empty_like(tensor, device="meta").detach() for tensor in made
+            }
     for owner in pipelines_in(pipe).values():
         for value in vars(owner).values():
-            if not isinstance(value, nn.Module) and type(value).__module__.split(".")[0] in SHARED_LIBRARIES:
+            if (
+                not isinstance(value, nn.Module)
+                and type(value).__module__.split(".")[0] in SHARED_LIBRARIES
+            ):
                 memo[id(value)] = value
-    compiled = [child for _, module in _modules_of(pipe) for child in module.modules() if is_compiled(child)]
-    memo |= {id(ctx): ctx for child in compiled if (ctx := vars(child).get("dynamo_ctx")) is not None}
+    compiled = [
+        child for _, module in _modules_of(pipe) for child in module.modules() if is_compiled(child)
+    ]
+    memo |= {
+        id(ctx): ctx for child in compiled if (ctx := vars(child).get("dynamo_ctx")) is not None
+    }
     functions = {id(function): function for function in _functions_in(pipe, memo)}
     memo |= {key: _with_own_cells(function) for key, function in functions.items()}
     try:
         meta_module = copy.deepcopy(pipe, memo)
     except (TypeError, RuntimeError, ValueError, AttributeError) as error:
-        raise InputError(f"{type(pipe).__name__} cannot be copied to the meta device for its dry run: {error}") from error
+        raise InputError(
+            f"{type(pipe).__name__} cannot be copied to the meta device for its dry run: {error}"
+        ) from error
     for key, function in functions.items():
         _refer_to_copies(memo[key], function, memo)
     for child in compiled:
@@ -255,13 +305,17 @@ def meta_module_of(pipe: Any, device: torch.device, components: Mapping[str, nn.
         owner.__class__ = subclass_on_device(own_class(owner), lambda: device)
         for bar_owner in _progress_bar_owners(owner):
             bar_owner.set_progress_bar_config(disable=True)
-    twins = {name: {key: memo[id(part)] for key, part in _parts(name, module)} for name, module in components.items()}
+    twins = {
+        name: {key: memo[id(part)] for key, part in _parts(name, module)}
+        for name, module in components.items()
+    }
     return meta_module, {name: _merged(parts, ()) for name, parts in twins.items()}
 
 
 def _functions_in(pipe: Any, known: Iterable[int]) -> Iterator[types.FunctionType]:
-    """The functions in attributes of ``pipe``, of its modules and of other objects in it, which may refer to the pipeline: a
-    ``forward`` that diffusers' hooks replace, a callback. ``known``: ids of objects that are not searched."""
+    """The functions in attributes of ``pipe``, of its modules and of other objects in it, which may
+    refer to the pipeline: a ``forward`` that diffusers' hooks replace, a callback. ``known``: ids
+    of objects that are not searched."""
     seen = set(known)
     queue: list[Any] = [*pipelines_in(pipe).values(), *(module for _, module in _modules_of(pipe))]
     while queue:
@@ -285,20 +339,30 @@ def _functions_in(pipe: Any, known: Iterable[int]) -> Iterator[types.FunctionTyp
 
 
 def _with_own_cells(function: types.FunctionType) -> types.FunctionType:
-    """A copy of ``function`` with globals of its own, and an empty cell for each variable of its closure."""
+    """A copy of ``function`` with globals of its own, and an empty cell for each variable of its
+    closure."""
     cells = tuple(types.CellType() for _ in function.__closure__ or ())
-    twin = types.FunctionType(function.__code__, {**function.__globals__}, function.__name__, function.__defaults__, cells)
+    twin = types.FunctionType(
+        function.__code__, {**function.__globals__}, function.__name__, function.__defaults__, cells
+    )
     twin.__kwdefaults__ = function.__kwdefaults__
     twin.__dict__.update(function.__dict__)
     return twin
 
 
-def _refer_to_copies(twin: types.FunctionType, function: types.FunctionType, memo: Mapping[int, Any]) -> None:
-    """Makes ``twin``, of `_with_own_cells`, refer to what ``function`` does; to its copy where ``memo`` has one."""
+def _refer_to_copies(
+    twin: types.FunctionType, function: types.FunctionType, memo: Mapping[int, Any]
+) -> None:
+    """Makes ``twin``, of `_with_own_cells`, refer to what ``function`` does; to its copy where
+    ``memo`` has one."""
     for cell, own in zip(function.__closure__ or (), twin.__closure__ or (), strict=True):
         if has_value(cell):
             own.cell_contents = memo.get(id(cell.cell_contents), cell.cell_contents)
-    read = {name: function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__}
+    read = {
+        name: function.__globals__[name]
+        for name in function.__code__.co_names
+        if name in function.__globals__
+    }
     twin.__globals__.update({name: memo.get(id(value), value) for name, value in read.items()})
 
 
@@ -308,10 +372,13 @@ def _parts(name: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
 
 
 def _progress_bar_owners(owner: Any) -> list[Any]:
-    """The objects that show progress bars: ``owner``, or the blocks of a modular pipeline, at any depth."""
+    """The objects that show progress bars: ``owner``, or the blocks of a modular pipeline, at any
+    depth."""
     if not is_modular(owner):
         return [owner] if is_pipeline(owner) else []
-    return [block for block in blocks_in(owner._blocks) if hasattr(block, "set_progress_bar_config")]
+    return [
+        block for block in blocks_in(owner._blocks) if hasattr(block, "set_progress_bar_config")
+    ]
 
 
 def _copy_bnb_state(twin: Any, tensor: Any, memo: dict[int, Any]) -> None:
@@ -322,15 +389,29 @@ def _copy_bnb_state(twin: Any, tensor: Any, memo: dict[int, Any]) -> None:
         twin.CB = twin.SCB = None
 
 
-def subclass_on_device(kind: type[Any], reported_device: Callable[[], torch.device], **members: Any) -> type[Any]:
-    """A subclass of ``kind`` that reports the device ``reported_device()``, wherever its modules' parameters are.
+def subclass_on_device(
+    kind: type[Any], reported_device: Callable[[], torch.device], **members: Any
+) -> type[Any]:
+    """A subclass of ``kind`` that reports the device ``reported_device()``, wherever its modules'
+    parameters are.
 
-    ``members`` are further attributes of the class. Copies and pickles of an instance are of ``kind`` itself.
+    ``members`` are further attributes of the class. Copies and pickles of an instance are of
+    ``kind`` itself.
     """
-    here = property(lambda _: reported_device(), lambda owner, value: vars(owner).update(device=value))
-    own: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_graphrun_original_class": kind}
-    own["__reduce_ex__"] = lambda owner, protocol: reduced_as(kind, super(kind, owner).__reduce_ex__(protocol))
-    return type(kind.__name__, (kind,), {**own, "_execution_device": here, "device": here, **members})
+    here = property(
+        lambda _: reported_device(), lambda owner, value: vars(owner).update(device=value)
+    )
+    own: dict[str, Any] = {
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+        "_graphrun_original_class": kind,
+    }
+    own["__reduce_ex__"] = lambda owner, protocol: reduced_as(
+        kind, super(kind, owner).__reduce_ex__(protocol)
+    )
+    return type(
+        kind.__name__, (kind,), {**own, "_execution_device": here, "device": here, **members}
+    )
 
 
 def own_class(owner: Any) -> type[Any]:
@@ -338,17 +419,24 @@ def own_class(owner: Any) -> type[Any]:
     return getattr(type(owner), "_graphrun_original_class", type(owner))
 
 
-def graph_of(pipe: Any, modules: Mapping[str, nn.Module], dtype_variants: Iterable[DtypeVariant] = ()) -> Graph:
-    """The live pipeline as a graph without stages: its class, and its components with class, configuration and dtype.
+def graph_of(
+    pipe: Any, modules: Mapping[str, nn.Module], dtype_variants: Iterable[DtypeVariant] = ()
+) -> Graph:
+    """The live pipeline as a graph without stages: its class, and its components with class,
+    configuration and dtype.
 
-    ``dtype_variants``: further dtypes in which components are entered, each listed as a component of its own.
+    ``dtype_variants``: further dtypes in which components are entered, each listed as a component
+    of its own.
     """
     components = {name: _component(name, module) for name, module in modules.items()}
     for dtype_variant in dtype_variants:
         if dtype_variant.name not in components:
             dtype = _floating_dtype(dtype_variant.dtypes)
             components[dtype_variant.name] = replace(
-                components[dtype_variant.component], name=dtype_variant.name, dtype=dtype, precision=(dtype,)
+                components[dtype_variant.component],
+                name=dtype_variant.name,
+                dtype=dtype,
+                precision=(dtype,),
             )
     return Graph(
         name=type(pipe).__name__,
@@ -367,13 +455,19 @@ def graph_of(pipe: Any, modules: Mapping[str, nn.Module], dtype_variants: Iterab
 
 def _component(name: str, module: nn.Module) -> Component:
     dtype, kind = _floating_dtype(tensor.dtype for tensor in _tensors(module)), type(module)
-    config = json.loads(json.dumps(_plain(getattr(module, "config", {})), default=str, sort_keys=True))
-    return Component(name, f"{kind.__module__}.{kind.__name__}", None, config, True, dtype, (dtype,))
+    config = json.loads(
+        json.dumps(_plain(getattr(module, "config", {})), default=str, sort_keys=True)
+    )
+    return Component(
+        name, f"{kind.__module__}.{kind.__name__}", None, config, True, dtype, (dtype,)
+    )
 
 
 def _floating_dtype(dtypes: Iterable[torch.dtype]) -> str:
     """The name of the first floating-point one of ``dtypes``, else float32."""
-    return str(next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)).removeprefix("torch.")
+    return str(
+        next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
+    ).removeprefix("torch.")
 
 
 def _plain(config: Any) -> dict[str, Any]:
@@ -382,7 +476,8 @@ def _plain(config: Any) -> dict[str, Any]:
 
 
 def packages_of(pipe: Any, modules: Mapping[str, nn.Module]) -> set[str]:
-    """The packages whose code a call of ``pipe`` runs: those of the classes of its modules, of itself and of what it holds."""
+    """The packages whose code a call of ``pipe`` runs: those of the classes of its modules, of
+    itself and of what it holds."""
     kinds = {type(child) for module in modules.values() for child in module.modules()}
     for owner in pipelines_in(pipe).values():
         kinds |= {own_class(owner), *(type(value) for value in vars(owner).values())}
@@ -390,28 +485,44 @@ def packages_of(pipe: Any, modules: Mapping[str, nn.Module]) -> set[str]:
 
 
 def state_of(pipe: Any, found: Iterable[Owned]) -> State:
-    """The state of the pipeline, with the modules ``found``, that a dry run depends on beside the call's arguments.
+    """The state of the pipeline, with the modules ``found``, that a dry run depends on beside the
+    call's arguments.
 
-    That is: classes, plain settings, shapes and dtypes of tensors, hooks, LoRAs, schedulers and guiders. A VAE that now tiles,
-    another scheduler or guider, or a LoRA each give another state.
+    That is: classes, plain settings, shapes and dtypes of tensors, hooks, LoRAs, schedulers and
+    guiders. A VAE that now tiles, another scheduler or guider, or a LoRA each give another state.
     """
     content: list[Any] = []
     for name, child, own in found:
         content.append((name, type(child).__qualname__, child.training, *child._modules.keys()))
-        content += [(key, value) for key, value in own.items() if key[0] != "_" and isinstance(value, (bool, int, float, str))]
+        content += [
+            (key, value)
+            for key, value in own.items()
+            if key[0] != "_" and isinstance(value, (bool, int, float, str))
+        ]
         for tensors in (child._parameters, child._buffers):
             content += [(key, t.shape, t.dtype) for key, t in tensors.items() if t is not None]
         if vars(child).get("_compiled_call_impl") is not None:
             content.append("_compiled_call_impl")
         if not _STATEFUL.isdisjoint(own):
             content += [(key, repr(own[key])) for key in ADAPTER_ATTRIBUTES if key in own]
-            content += [(key, type(own[key]).__name__) for key in ("_hf_hook", "processor") if own.get(key) is not None]
-            hooks = getattr(own.get(DIFFUSERS_HOOKS), "hooks", {})  # the first call makes an empty registry
+            content += [
+                (key, type(own[key]).__name__)
+                for key in ("_hf_hook", "processor")
+                if own.get(key) is not None
+            ]
+            # the first call makes an empty registry
+            hooks = getattr(own.get(DIFFUSERS_HOOKS), "hooks", {})
             for hook, of in hooks.items():
-                content += [(hook, key, signature_of(value)) for key, value in vars(of).items() if key[0] != "_"]
+                content += [
+                    (hook, key, signature_of(value))
+                    for key, value in vars(of).items()
+                    if key[0] != "_"
+                ]
     for path, owner in pipelines_in(pipe).items():
         for key, value in vars(owner).items():
-            if hasattr(value, "set_timesteps") or hasattr(value, "prepare_inputs"):  # schedulers, and guiders of modular pipelines
+            if hasattr(value, "set_timesteps") or hasattr(
+                value, "prepare_inputs"
+            ):  # schedulers, and guiders of modular pipelines
                 settings = sorted(map(str, _plain(getattr(value, "config", {})).items()))
                 content.append((path, key, type(value).__qualname__, settings))
     return content

@@ -1,11 +1,13 @@
-"""Weights of an attached pipeline: in arenas as the plan lays them out, and what stays on the device between calls. Also removes
-what else a call left there.
+"""Weights of an attached pipeline: in arenas as the plan lays them out, and what stays on the
+device between calls. Also removes what else a call left there.
 
-    between calls     the module's tensors are those of the arena, on the host; loaded blocks stay on the device, bound to nothing
-    in a call         loaded blocks are bound to the module's tensors
+    between calls     the module's tensors are those of the arena, on the host; loaded blocks stay
+    on the device, bound to nothing in a call         loaded blocks are bound to the module's
+    tensors
 
-So between calls a pipeline looks as if all of it were on the host, and may be changed. What was written to is loaded again, and a
-component is laid out again when its blocks change, as when a new kind of call shows others in it.
+So between calls a pipeline looks as if all of it were on the host, and may be changed. What was
+written to is loaded again, and a component is laid out again when its blocks change, as when a new
+kind of call shows others in it.
 """
 
 from __future__ import annotations
@@ -38,10 +40,12 @@ _RUNS = itertools.count(1)
 
 
 class LiveHost(Host):
-    """Host side of an attached pipeline: ``modules`` keep their own memory until a plan uses them, and then move to arenas.
+    """Host side of an attached pipeline: ``modules`` keep their own memory until a plan uses them,
+    and then move to arenas.
 
-    `restore` gives them memory of their own again. ``budget``: an object that hosts share whose weights on the device are within
-    one budget. Components of two hosts that are one module, with the same blocks, are laid out once.
+    `restore` gives them memory of their own again. ``budget``: an object that hosts share whose
+    weights on the device are within one budget. Components of two hosts that are one module, with
+    the same blocks, are laid out once.
 
         begin   lay_out   make_room   wake   a run   rest
     """
@@ -61,7 +65,8 @@ class LiveHost(Host):
         _HOSTS.add(self)
 
     def begin(self, *, changed: bool) -> None:
-        """Prepares for a call: takes the components' present dtypes. ``changed``: the pipeline changed since the last call."""
+        """Prepares for a call: takes the components' present dtypes. ``changed``: the pipeline
+        changed since the last call."""
         if not changed and self.dtype_variants is not None and self.dtype_variants.first:
             self.dtype_variants.begin()
             return
@@ -70,12 +75,17 @@ class LiveHost(Host):
         refuse_movers(self.modules, adapters=True)
         for name in ("memos", "_caches"):  # those of the modules before
             vars(self).pop(name, None)
-        self.residencies = {name: residency for name, residency in self.residencies.items() if name in self.modules}
+        self.residencies = {
+            name: residency for name, residency in self.residencies.items() if name in self.modules
+        }
         self.dtype_variants = DtypeVariants(self.modules, self._leave, self._join)
 
     def replace_modules(self, modules: Mapping[str, nn.Module]) -> None:
-        """Makes ``modules`` the components, after `restore`. Raises InputError where a new one is moved by something else."""
-        added = {name: module for name, module in modules.items() if self.modules.get(name) is not module}
+        """Makes ``modules`` the components, after `restore`. Raises InputError where a new one is
+        moved by something else."""
+        added = {
+            name: module for name, module in modules.items() if self.modules.get(name) is not module
+        }
         refuse_movers(added, adapters=True)
         self.restore()
         self.modules, self.dtype_variants = dict(modules), None
@@ -91,25 +101,34 @@ class LiveHost(Host):
                 self._variants[numbers.name] = numbers.variants[0]
                 module = self.modules[dtype_variants[numbers.name].component]
                 if not self._is_laid_out(module, numbers):
-                    self.residencies[numbers.name] = self._laid_out_elsewhere(module, numbers) or self._laid_out(module, numbers)
+                    self.residencies[numbers.name] = self._laid_out_elsewhere(
+                        module, numbers
+                    ) or self._laid_out(module, numbers)
                 self._place(self.residencies[numbers.name], numbers)
                 self._numbers[numbers.name] = numbers
-        written = {id(residency.module) for residency in self.residencies.values() if residency.changed()}
+        written = {
+            id(residency.module) for residency in self.residencies.values() if residency.changed()
+        }
         for residency in self.residencies.values():
             if id(residency.module) in written:
                 residency.release()
                 residency.note_contents()
 
     def _place(self, residency: Residency, numbers: ComponentNumbers) -> None:
-        """Evicts what another plan left on another device than that on which the component is to compute."""
+        """Evicts what another plan left on another device than that on which the component is to
+        compute."""
         residency.place(numbers, self._device)
 
     def _is_laid_out(self, module: nn.Module, numbers: ComponentNumbers) -> bool:
-        """Whether the component has the blocks of ``numbers``, and its tensors are still those that were laid out. Loading other
-        weights replaces them."""
+        """Whether the component has the blocks of ``numbers``, and its tensors are still those that
+        were laid out. Loading other weights replaces them."""
         before = self._numbers.get(numbers.name)
         same = before is not None and layout_of(before) == layout_of(numbers)
-        return same and numbers.name in self.residencies and self.residencies[numbers.name].holds_module()
+        return (
+            same
+            and numbers.name in self.residencies
+            and self.residencies[numbers.name].holds_module()
+        )
 
     def _laid_out_elsewhere(self, module: nn.Module, numbers: ComponentNumbers) -> Residency | None:
         """The residency of ``module``, with these blocks, that another host on the device has."""
@@ -139,14 +158,16 @@ class LiveHost(Host):
         return [host for host in hosts if host._device.memory == self._device.memory]
 
     def wake(self) -> None:
-        """Binds the loaded blocks of the components' present variants to the modules. Call `rest` after the run."""
+        """Binds the loaded blocks of the components' present variants to the modules. Call `rest`
+        after the run."""
         assert self.dtype_variants is not None
         self.awake = True
         for name in self.modules:
             self._join(self.dtype_variants.now(name).name)
 
     def rest(self, used: Iterable[str]) -> None:
-        """Gives the modules their tensors on the host; loaded blocks stay. ``used``: names of the components that the run used."""
+        """Gives the modules their tensors on the host; loaded blocks stay. ``used``: names of the
+        components that the run used."""
         now = next(_RUNS)
         for name, residency in self.residencies.items():
             residency.leave()
@@ -159,16 +180,23 @@ class LiveHost(Host):
 
     def loaded(self) -> dict[str, tuple[str, ...]]:
         """By component, the paths of blocks on the device."""
-        return {name: residency.loaded for name, residency in self.residencies.items() if residency.loaded}
+        return {
+            name: residency.loaded
+            for name, residency in self.residencies.items()
+            if residency.loaded
+        }
 
     @functools.cached_property
     def _caches(self) -> tuple[Any, ...]:
         return lru_caches(self.modules)
 
     def _cached(self) -> dict[int, int]:
-        """Bytes by storage of what methods of the modules cached on the device: tables of positions (Qwen-Image)."""
+        """Bytes by storage of what methods of the modules cached on the device: tables of positions
+        (Qwen-Image)."""
         tensors = (tensor for cache in self._caches for tensor in tensors_in(cached_in(cache)))
-        return _storages([tensor for tensor in tensors if self._device.holds(tensor)], self._device.torch_device)
+        return _storages(
+            [tensor for tensor in tensors if self._device.holds(tensor)], self._device.torch_device
+        )
 
     @property
     def cached_bytes(self) -> int:
@@ -176,8 +204,9 @@ class LiveHost(Host):
         return sum(self._cached().values())
 
     def clear_memos(self) -> None:
-        """Frees what modules cache on the device; but not the results of methods, where the highest slot leaves room for them: as
-        ``.to(device)`` the next call, and the rest of this one, finds them there."""
+        """Frees what modules cache on the device; but not the results of methods, where the highest
+        slot leaves room for them: as ``.to(device)`` the next call, and the rest of this one, finds
+        them there."""
         found = self._cached().values()
         fits = bool(found) and sum(found) + 2 * self._page_bytes * len(found) <= self._room_bytes
         stay = [id(cache) for cache in self._caches] if fits else []
@@ -186,9 +215,15 @@ class LiveHost(Host):
                 memo.cache_clear()
 
     def _cached_beside(self, hosts: Iterable[LiveHost]) -> int:
-        """Bytes that methods of modules of ``hosts`` cached, without those that are this host's too: classes share them."""
+        """Bytes that methods of modules of ``hosts`` cached, without those that are this host's
+        too: classes share them."""
         own = self._cached()
-        found = {key: nbytes for host in hosts for key, nbytes in host._cached().items() if key not in own}
+        found = {
+            key: nbytes
+            for host in hosts
+            for key, nbytes in host._cached().items()
+            if key not in own
+        }
         return sum(found.values())
 
     def evict(self) -> None:
@@ -197,11 +232,23 @@ class LiveHost(Host):
         _clear(self._caches)
 
     def held_bytes(self, besides: Collection[str] | None = None) -> int:
-        """Bytes that this host and others at rest have on the device: weights, and what methods cached. ``besides``: without these
-        components of this one, and without what its methods cached. What is on helpers does not count."""
-        mine = [residency for name, residency in self.residencies.items() if besides is not None and name in besides]
-        every = (r for host in (self, *self._others()) for r in host.residencies.values() if r not in mine)
-        cached_bytes = self._cached_beside(self._others()) + (self.cached_bytes if besides is None else 0)
+        """Bytes that this host and others at rest have on the device: weights, and what methods
+        cached. ``besides``: without these components of this one, and without what its methods
+        cached. What is on helpers does not count."""
+        mine = [
+            residency
+            for name, residency in self.residencies.items()
+            if besides is not None and name in besides
+        ]
+        every = (
+            r
+            for host in (self, *self._others())
+            for r in host.residencies.values()
+            if r not in mine
+        )
+        cached_bytes = self._cached_beside(self._others()) + (
+            self.cached_bytes if besides is None else 0
+        )
         return _loaded_bytes(every, self._device) + cached_bytes
 
     @property
@@ -209,34 +256,51 @@ class LiveHost(Host):
         """Bytes at rest on the device that are within other budgets."""
         own = list(self.residencies.values())
         others = [host for host in self._others() if host._budget is not self._budget]
-        loaded_bytes = _loaded_bytes((r for host in others for r in host.residencies.values() if r not in own), self._device)
+        loaded_bytes = _loaded_bytes(
+            (r for host in others for r in host.residencies.values() if r not in own), self._device
+        )
         return loaded_bytes + self._cached_beside(others)
 
     def make_room(
-        self, peak_bytes: int, limit_bytes: int, used: Collection[str], helper: int = 0, page_bytes: int | None = None
+        self,
+        peak_bytes: int,
+        limit_bytes: int,
+        used: Collection[str],
+        helper: int = 0,
+        page_bytes: int | None = None,
     ) -> None:
-        """Evicts weights of other plans so that a run fits whose components ``used`` take up to ``peak_bytes``, on the device or on
-        ``helper``.
+        """Evicts weights of other plans so that a run fits whose components ``used`` take up to
+        ``peak_bytes``, on the device or on ``helper``.
 
-        First those within the same budget, until all fit ``limit_bytes``; then those of other budgets, until the device has room.
-        Those whose last run is longest ago give way first; before them, where room is short, all that methods cached. What they
-        cache in this run may stay in the room that is left (`clear_memos`): each tensor with a page of ``page_bytes`` before and
-        after it, which it may keep reserved; None: nothing stays.
+        First those within the same budget, until all fit ``limit_bytes``; then those of other
+        budgets, until the device has room. Those whose last run is longest ago give way first;
+        before them, where room is short, all that methods cached. What they cache in this run may
+        stay in the room that is left (`clear_memos`): each tensor with a page of ``page_bytes``
+        before and after it, which it may keep reserved; None: nothing stays.
         """
         mine = [residency for name, residency in self.residencies.items() if name in used]
         device = self._device.every[helper]
         idle: dict[bool, dict[int, Residency]] = {True: {}, False: {}}
         for host in (self, *self._others()):
-            of = ((id(r), r) for r in host.residencies.values() if r not in mine and r.loaded_bytes(device))
+            of = (
+                (id(r), r)
+                for r in host.residencies.values()
+                if r not in mine and r.loaded_bytes(device)
+            )
             idle[host._budget is self._budget].update(of)
-        shared, outside = idle[True].values(), [r for key, r in idle[False].items() if key not in idle[True]]
+        shared, outside = (
+            idle[True].values(),
+            [r for key, r in idle[False].items() if key not in idle[True]],
+        )
         same = [host for host in self._others() if host._budget is self._budget and helper == 0]
 
         def room_bytes() -> int:
             """That is left of the budget and of the device."""
             beside_bytes = _loaded_bytes(shared, device) + self._cached_beside(same)
             taken_bytes = device.allocated_bytes - _loaded_bytes(mine, device) - self.cached_bytes
-            return min(limit_bytes - beside_bytes, device.available_bytes - taken_bytes) - peak_bytes
+            return (
+                min(limit_bytes - beside_bytes, device.available_bytes - taken_bytes) - peak_bytes
+            )
 
         if helper == 0 and room_bytes() < self.cached_bytes:
             for host in (self, *self._others()):
@@ -245,7 +309,10 @@ class LiveHost(Host):
         taken_bytes = device.allocated_bytes - _loaded_bytes(mine, device)
         _evict((*shared, *outside), device, peak_bytes + taken_bytes - device.available_bytes)
         if helper == 0:
-            self._room_bytes, self._page_bytes = room_bytes() if page_bytes is not None else 0, page_bytes or 0
+            self._room_bytes, self._page_bytes = (
+                room_bytes() if page_bytes is not None else 0,
+                page_bytes or 0,
+            )
 
     def release(self) -> None:
         """Evicts everything of these modules, also what other hosts at rest have on the device."""
@@ -272,7 +339,8 @@ class LiveHost(Host):
         """Does nothing: `lay_out` has laid out the components of ``problem`` already."""
 
     def restore(self) -> None:
-        """Gives every weight memory of its own outside the arenas, with ``requires_grad`` as it was. Empties the device of them."""
+        """Gives every weight memory of its own outside the arenas, with ``requires_grad`` as it
+        was. Empties the device of them."""
         self.release()
         known = self.dtype_variants.known if self.dtype_variants is not None else {}
         for name in {known[dtype_variant].component for dtype_variant in self.residencies}:
@@ -295,7 +363,8 @@ def _loaded_bytes(residencies: Iterable[Residency], device: Device) -> int:
 
 
 def _evict(residencies: Iterable[Residency], device: Device, excess_bytes: int) -> None:
-    """Evicts blocks of ``residencies`` from ``device``, those used longest ago first, until ``excess_bytes`` are free there."""
+    """Evicts blocks of ``residencies`` from ``device``, those used longest ago first, until
+    ``excess_bytes`` are free there."""
     for residency in sorted(residencies, key=lambda residency: residency.last_use):
         for path in reversed(residency.loaded):
             if excess_bytes <= 0:
@@ -316,19 +385,28 @@ def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Leftovers:
-    """Finds and removes what a call left on ``device`` besides weights and results, by comparison with the state before it.
+    """Finds and removes what a call left on ``device`` besides weights and results, by comparison
+    with the state before it.
 
-    Tensors that a part keeps (a scheduler's timesteps) are moved to the host, and so are weights that a module was given during the
-    call (by a callback that fuses projections). Attributes in which modules cached tensors get their value from before the call.
+    Tensors that a part keeps (a scheduler's timesteps) are moved to the host, and so are weights
+    that a module was given during the call (by a callback that fuses projections). Attributes in
+    which modules cached tensors get their value from before the call.
     """
 
-    def __init__(self, pipe: Any, modules: Mapping[str, nn.Module], found: list[Owned], device: torch.device) -> None:
+    def __init__(
+        self, pipe: Any, modules: Mapping[str, nn.Module], found: list[Owned], device: torch.device
+    ) -> None:
         """``found``: the attributes of ``modules`` before the call."""
         self._pipe, self._modules, self._device = pipe, modules, device
         self.found = found  # after `clear`, those after the call
         self._weights = {id(child): {*child._parameters, *child._buffers} for _, child, _ in found}
         self._before = {id(child): HeldAttributes(child, own) for _, child, own in found}
-        helpers = (value for _, _, own in found for value in own.values() if type(value) not in PLAIN and may_hold(value))
+        helpers = (
+            value
+            for _, _, own in found
+            for value in own.values()
+            if type(value) not in PLAIN and may_hold(value)
+        )
         self._helpers = {id(helper): HeldAttributes(helper, {**vars(helper)}) for helper in helpers}
         self._kept: Any = WeakTensorKeyDictionary()  # used as a set; holds no tensor alive
         tensors = found_in(self._parts(), torch.Tensor)
@@ -369,17 +447,23 @@ class Leftovers:
             self.found = owned(self._modules)
 
     def _parts(self) -> list[dict[str, Any]]:
-        """The attributes of the pipelines; those of their components, which are modules, are not reached from them."""
+        """The attributes of the pipelines; those of their components, which are modules, are not
+        reached from them."""
         return [vars(owner) for owner in pipelines_in(self._pipe).values()]
 
 
 def device_bytes(value: Any, device: torch.device, besides: Any = ()) -> int:
-    """Bytes on ``device`` of the storages of tensors in ``value``, without those that ``besides`` shares."""
+    """Bytes on ``device`` of the storages of tensors in ``value``, without those that ``besides``
+    shares."""
     known = _storages(besides, device) if besides else {}
     return sum(nbytes for key, nbytes in _storages(value, device).items() if key not in known)
 
 
 def _storages(value: Any, device: torch.device) -> dict[int, int]:
-    raws = (getattr(tensor, "raw", tensor) for tensor in tensors_in(value) if tensor.device.type == device.type)
+    raws = (
+        getattr(tensor, "raw", tensor)
+        for tensor in tensors_in(value)
+        if tensor.device.type == device.type
+    )
     found = (raw.untyped_storage() for raw in raws)
     return {storage._cdata: round_up(storage.nbytes(), ALLOCATION_BYTES) for storage in found}

@@ -1,11 +1,13 @@
-"""Export of a plan as a plain diffusers script that loads, places, runs and frees components stage by stage.
+"""Export of a plan as a plain diffusers script that loads, places, runs and frees components stage
+by stage.
 
-Picks the means of diffusers and accelerate that come closest to what the plan does with each component; the script's docstring
-lists what is lost. Writes text; runs nothing.
+Picks the means of diffusers and accelerate that come closest to what the plan does with each
+component; the script's docstring lists what is lost. Writes text; runs nothing.
 
-    whole component on the device     .to(DEVICE), then del after its stage
-    streamed component                group offloading, by blocks (by leaves where the module has no block list of diffusers)
-    component of the decode stage     accelerate's cpu_offload_with_hook: moved to the device when it is entered
+    whole component on the device     .to(DEVICE), then del after its stage streamed component
+    group offloading, by blocks (by leaves where the module has no block list of diffusers)
+    component of the decode stage     accelerate's cpu_offload_with_hook: moved to the device when
+    it is entered
 """
 
 from __future__ import annotations
@@ -31,40 +33,79 @@ KNOWN = ("encode_prompt", "denoise", "decode")
 def diffusers_script(graph: Graph, solution: Solution) -> str:
     """The text of the script. ``python script.py [device] [file]`` writes the picture.
 
-    ``graph`` is the one that ``solution`` is for. Raises InputError for a graph whose stages are not one encode_prompt, one
-    denoise and one decode, or whose weights are random.
+    ``graph`` is the one that ``solution`` is for. Raises InputError for a graph whose stages are
+    not one encode_prompt, one denoise and one decode, or whose weights are random.
     """
     return _Script(graph, solution).text()
 
 
 class _Script:
     def __init__(self, graph: Graph, solution: Solution) -> None:
-        self.graph, self.problem, self.plan, self.simulation = graph, solution.problem, solution.plan, solution.simulation
+        self.graph, self.problem, self.plan, self.simulation = (
+            graph,
+            solution.problem,
+            solution.plan,
+            solution.simulation,
+        )
         ops = [stage.op for stage in graph.stages]
         if ops != list(KNOWN) or self.problem.precomputed or graph.pipelines:
-            raise InputError(f"only {', '.join(KNOWN)} in a row can be exported as diffusers calls; this plan has {', '.join(ops)}")
+            raise InputError(
+                f"only {', '.join(KNOWN)} in a row can be exported as diffusers calls; this plan has {', '.join(ops)}"
+            )
         self.encode, self.denoise, self.decode = graph.stages
         self.pipeline: Any = resolve_class(graph.pipeline, graph.trust, graph.where, "pipeline")
         self.variants = {c.name: c.variants[0] for c in solution.chosen.components}
         self.inputs = graph.for_planning(dict(self.problem.settings))
-        if random := [name for name in self.variants if graph.component(name).source_in(self.variants[name].precision) is None]:
-            raise InputError(f"{', '.join(random)}: random weights are graphrun's own; give the graph a source to export its plan")
+        if random := [
+            name
+            for name in self.variants
+            if graph.component(name).source_in(self.variants[name].precision) is None
+        ]:
+            raise InputError(
+                f"{', '.join(random)}: random weights are graphrun's own; give the graph a source to export its plan"
+            )
 
     def text(self) -> str:
         """The text of the script."""
         encoders = [name for name in self.variants if name in self.encode.uses]
         others = [name for name in self.variants if name not in self.encode.uses]
         lines = ['"""' + "\n".join(self._losses()), '"""', ""]
-        lines += ["import gc", "import sys", "", "import diffusers", "import torch", "import transformers"]
-        lines += ["from accelerate import cpu_offload_with_hook", "from diffusers.hooks import apply_group_offloading", ""]
+        lines += [
+            "import gc",
+            "import sys",
+            "",
+            "import diffusers",
+            "import torch",
+            "import transformers",
+        ]
+        lines += [
+            "from accelerate import cpu_offload_with_hook",
+            "from diffusers.hooks import apply_group_offloading",
+            "",
+        ]
         lines += ['DEVICE = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cuda")']
         lines += [f'OUTPUT = sys.argv[2] if len(sys.argv) > 2 else "{self.graph.name}.png"']
         lines += [f"INPUTS = {pprint.pformat(self.inputs, width=100, sort_dicts=False)}", ""]
         lines += [line for part in self.graph.parts.values() for line in self._part(part)]
-        lines += ["", f"# {self.encode.name}", *self._load(encoders, "encode"), *self._pipeline(encoders), *self._encode_call()]
-        lines += [f"del {', '.join(('pipe', *encoders))}", "gc.collect()", "if torch.cuda.is_available():"]
+        lines += [
+            "",
+            f"# {self.encode.name}",
+            *self._load(encoders, "encode"),
+            *self._pipeline(encoders),
+            *self._encode_call(),
+        ]
+        lines += [
+            f"del {', '.join(('pipe', *encoders))}",
+            "gc.collect()",
+            "if torch.cuda.is_available():",
+        ]
         lines += ["    torch.cuda.empty_cache()", "", f"# {self.denoise.name}, {self.decode.name}"]
-        lines += [*self._load(others, "remaining"), *self._pipeline(others), *self._options(), *self._pipeline_call()]
+        lines += [
+            *self._load(others, "remaining"),
+            *self._pipeline(others),
+            *self._options(),
+            *self._pipeline_call(),
+        ]
         return "\n".join(lines) + "\n"
 
     def _losses(self) -> Iterator[str]:
@@ -76,8 +117,14 @@ class _Script:
         yield "- no budget: a component that does not fit raises torch.OutOfMemoryError"
         for name, variant in self.variants.items():
             if (stream := self._stream(name)) is not None:
-                groups = {group.name: len(group.blocks) for group in self.problem.component(name).groups}
-                kept = "all blocks" if stream.keep is None else ", ".join(f"{len(i)} of {groups[k]} {k}" for k, i in stream.keep)
+                groups = {
+                    group.name: len(group.blocks) for group in self.problem.component(name).groups
+                }
+                kept = (
+                    "all blocks"
+                    if stream.keep is None
+                    else ", ".join(f"{len(i)} of {groups[k]} {k}" for k, i in stream.keep)
+                )
                 yield f"- {name}: {kept or 'no blocks'} stay on the device, the staging ring holds {show_size(stream.ring_bytes)}"
             if variant.backing_store == "disk":
                 yield f"- {name}: its weights are read from disk block by block, and are never all in RAM"
@@ -89,7 +136,11 @@ class _Script:
                 yield f"- {name}: {blocks_text(blocks)} compute on device{helper}, a further device; here they run on the first"
             if variant.device == "cpu":
                 yield f"- {name}: runs on the CPU; here it runs on the device"
-        evicted = {slot.phase for slot in self.plan.slots if slot.phase and any(isinstance(a, Evict) for a in slot.actions)}
+        evicted = {
+            slot.phase
+            for slot in self.plan.slots
+            if slot.phase and any(isinstance(a, Evict) for a in slot.actions)
+        }
         if evicted:
             yield f"- components evicted before {', '.join(sorted(evicted))}: here whole components are freed after their stage"
         yield f"- {self.decode.name} as a stage of its own: here it is the end of the pipeline call that denoises"
@@ -97,8 +148,14 @@ class _Script:
             yield "- the session: further runs that reuse what the first left on the device"
 
     def _stream(self, name: str) -> Stream | None:
-        """The component's last `Stream` action, which covers most of its calls; None where it is never streamed."""
-        actions = [a for slot in self.plan.slots for a in slot.actions if isinstance(a, Stream) and a.component == name]
+        """The component's last `Stream` action, which covers most of its calls; None where it is
+        never streamed."""
+        actions = [
+            a
+            for slot in self.plan.slots
+            for a in slot.actions
+            if isinstance(a, Stream) and a.component == name
+        ]
         return actions[-1] if actions else None
 
     def _part(self, part: Part) -> Iterator[str]:
@@ -106,10 +163,16 @@ class _Script:
             yield f"{part.name} = transformers.PreTrainedTokenizerFast(tokenizer_file={str(part.file)!r}, **{part.config!r})"
         elif part.has_config:
             kind = resolve_class(part.class_path, self.graph.trust, part.where, "part")
-            made = f"from_config({part.config!r})" if hasattr(kind, "from_config") else f"__call__(**{part.config!r})"
+            made = (
+                f"from_config({part.config!r})"
+                if hasattr(kind, "from_config")
+                else f"__call__(**{part.config!r})"
+            )
             yield f"{part.name} = {part.class_path}.{made}"
         else:
-            more = ", trust_remote_code=False" if part.class_path.startswith("transformers.") else ""
+            more = (
+                ", trust_remote_code=False" if part.class_path.startswith("transformers.") else ""
+            )
             yield f"{part.name} = {part.class_path}.from_pretrained({_source_arguments(part.source or '')}{more})"
 
     def _load(self, names: list[str], stage: str) -> Iterator[str]:
@@ -118,7 +181,9 @@ class _Script:
             yield from self._construct(component, variant)
             if self._stream(name) is not None:
                 yield from self._group_offload(component)
-            elif stage == "remaining" and name in self.decode.uses and name not in self.denoise.uses:
+            elif (
+                stage == "remaining" and name in self.decode.uses and name not in self.denoise.uses
+            ):
                 yield f"{name}, _ = cpu_offload_with_hook({name}, DEVICE)"
             else:
                 yield f"{name}.to(DEVICE)"
@@ -134,9 +199,14 @@ class _Script:
             bits = "load_in_8bit=True" if precision == "int8" else four
             more.append(f"quantization_config={kind}.BitsAndBytesConfig({bits})")
         if precision == "gguf":
-            more.append(f"quantization_config=diffusers.GGUFQuantizationConfig(compute_dtype=torch.{dtype})")
+            more.append(
+                f"quantization_config=diffusers.GGUFQuantizationConfig(compute_dtype=torch.{dtype})"
+            )
         if source.endswith((".safetensors", ".gguf")):
-            if not hasattr(resolve_class(component.class_path, self.graph.trust, component.where, "component"), "from_single_file"):
+            if not hasattr(
+                resolve_class(component.class_path, self.graph.trust, component.where, "component"),
+                "from_single_file",
+            ):
                 raise InputError(
                     f"{name}: {component.class_path} has no from_single_file; give it a folder as its source to export the plan"
                 )
@@ -152,8 +222,8 @@ class _Script:
             yield f"{name}.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.{dtype})"
 
     def _group_offload(self, component: Component) -> Iterator[str]:
-        """Group offloading by blocks for models of diffusers other than VAEs, whose code does not call its blocks one by one;
-        else by leaves."""
+        """Group offloading by blocks for models of diffusers other than VAEs, whose code does not
+        call its blocks one by one; else by leaves."""
         kind = resolve_class(component.class_path, self.graph.trust, component.where, "component")
         blocks = hasattr(kind, "enable_group_offload") and not hasattr(kind, "decode")
         level = '"block_level", num_blocks_per_group=1' if blocks else '"leaf_level"'
@@ -161,11 +231,21 @@ class _Script:
         yield '                       use_stream=DEVICE.type == "cuda")'
 
     def _pipeline(self, names: list[str]) -> Iterator[str]:
-        parameters = {n: p for n, p in inspect.signature(self.pipeline.__init__).parameters.items() if n not in ("self", "kwargs")}
+        parameters = {
+            n: p
+            for n, p in inspect.signature(self.pipeline.__init__).parameters.items()
+            if n not in ("self", "kwargs")
+        }
         arguments = {name: name for name in parameters if name in names or name in self.graph.parts}
-        arguments |= {name: "None" for name in parameters if name in self.graph.components and name not in names}
+        arguments |= {
+            name: "None"
+            for name in parameters
+            if name in self.graph.components and name not in names
+        }
         arguments |= {name: repr(value) for name, value in self.graph.pipeline_config.items()}
-        required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
+        required = [
+            name for name, parameter in parameters.items() if parameter.default is parameter.empty
+        ]
         arguments |= {name: "None" for name in required if name not in arguments}
         yield f"pipe = {self.graph.pipeline}({_shown(arguments)})"
 
@@ -177,17 +257,36 @@ class _Script:
                 yield f"# {stage}: the plan runs it with {name}, which diffusers has no call for"
 
     def _encode_call(self) -> Iterator[str]:
-        call, own = (inspect.signature(of).parameters for of in (self.pipeline.__call__, self.pipeline.encode_prompt))
-        stage_arguments = {name: self._value(value) for name, value in self.encode.arguments.items()}
-        scale, true_scale = (self._resolved_argument(name) for name in ("guidance_scale", "true_cfg_scale"))
+        call, own = (
+            inspect.signature(of).parameters
+            for of in (self.pipeline.__call__, self.pipeline.encode_prompt)
+        )
+        stage_arguments = {
+            name: self._value(value) for name, value in self.encode.arguments.items()
+        }
+        scale, true_scale = (
+            self._resolved_argument(name) for name in ("guidance_scale", "true_cfg_scale")
+        )
         images = stage_arguments.get("num_images", "1")
         more = {
-            **{n: repr(p.default) for n, p in call.items() if p.default is not p.empty and p.default is not None},
-            **{"device": "DEVICE", "num_images_per_prompt": images, "num_videos_per_prompt": images},
+            **{
+                n: repr(p.default)
+                for n, p in call.items()
+                if p.default is not p.empty and p.default is not None
+            },
+            **{
+                "device": "DEVICE",
+                "num_images_per_prompt": images,
+                "num_videos_per_prompt": images,
+            },
             **({} if scale is None else {"do_classifier_free_guidance": repr(scale > 1)}),
             **stage_arguments,
         }
-        required = {n: "None" for n, p in own.items() if p.default is p.empty and n not in ("self", "kwargs")}
+        required = {
+            n: "None"
+            for n, p in own.items()
+            if p.default is p.empty and n not in ("self", "kwargs")
+        }
         suffixes = ("", "_2") if "text_encoder_index" in own else ("",)
         names = returned_names(self.pipeline.encode_prompt)
         yield "embeds = {}"
@@ -196,7 +295,12 @@ class _Script:
         for index, suffix in enumerate(suffixes):
             more["text_encoder_index"] = repr(index)
             calls = [{**required, **{n: text for n, text in more.items() if n in own}}]
-            if "negative_prompt" not in own and "negative_prompt" in stage_arguments and true_scale is not None and true_scale > 1:
+            if (
+                "negative_prompt" not in own
+                and "negative_prompt" in stage_arguments
+                and true_scale is not None
+                and true_scale > 1
+            ):
                 calls.append({**calls[0], "prompt": stage_arguments["negative_prompt"]})
             for number, arguments in enumerate(calls):
                 keys = [f"{'negative_' if number else ''}{name}{suffix}" for name in names]
@@ -210,10 +314,15 @@ class _Script:
         stage_arguments = {**self.decode.arguments, **self.denoise.arguments}
         seed = self._value(stage_arguments.pop("seed", 0))
         arguments = {name: "None" for name in ("prompt", "negative_prompt") if name in known}
-        arguments |= {"num_inference_steps" if n == "steps" else n: self._value(v) for n, v in stage_arguments.items()}
+        arguments |= {
+            "num_inference_steps" if n == "steps" else n: self._value(v)
+            for n, v in stage_arguments.items()
+        }
         arguments |= {"generator": f'torch.Generator("cpu").manual_seed({seed})'}
         left_out = ("embeds", "latents", "num_images", "tiling")
-        shown = _shown({n: text for n, text in arguments.items() if n in known and n not in left_out})
+        shown = _shown(
+            {n: text for n, text in arguments.items() if n in known and n not in left_out}
+        )
         yield f"images = pipe(**embeds, {shown}, return_dict=False)[0]"
         yield "first = images[0]"
         yield "if isinstance(first, list):"
@@ -229,7 +338,11 @@ class _Script:
 
     def _resolved_argument(self, name: str) -> Any:
         value = self.encode.arguments.get(name)
-        return self.inputs[value.name] if isinstance(value, Reference) and value.kind == "input" else value
+        return (
+            self.inputs[value.name]
+            if isinstance(value, Reference) and value.kind == "input"
+            else value
+        )
 
 
 def _source_arguments(source: str) -> str:
@@ -239,7 +352,10 @@ def _source_arguments(source: str) -> str:
     repository, revision, inside = split_source(source)
     if inside.endswith((".safetensors", ".gguf")):
         return repr(f"https://huggingface.co/{repository}/blob/{revision or 'main'}/{inside}")
-    named = {**({"subfolder": inside} if inside else {}), **({"revision": revision} if revision else {})}
+    named = {
+        **({"subfolder": inside} if inside else {}),
+        **({"revision": revision} if revision else {}),
+    }
     return ", ".join([repr(repository), *(f"{key}={value!r}" for key, value in named.items())])
 
 

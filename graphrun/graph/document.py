@@ -1,6 +1,7 @@
 """Reads a YAML file as plain data with the line number of every entry, for error messages.
 
-Accepted: one document without tags, with unique keys, bounded nesting, digits and alias expansion. Knows nothing of graphs.
+Accepted: one document without tags, with unique keys, bounded nesting, digits and alias expansion.
+Knows nothing of graphs.
 """
 
 from __future__ import annotations
@@ -23,16 +24,19 @@ _TEXT_CHARACTERS = 500  # at each end of a problem, which may repeat a long valu
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """``data`` as read from ``path``. Collects the problems of its entries, to report all of them at once."""
+    """``data`` as read from ``path``. Collects the problems of its entries, to report all of them
+    at once."""
 
     path: Path
     data: Any
     root: yaml.Node
     problems: dict[str, int] = field(default_factory=dict)  # text -> line
-    _entries: dict[int, dict[str, tuple[yaml.Node, yaml.Node]]] = field(default_factory=dict)  # of mappings, by `id` of their node
+    # of mappings, by `id` of their node
+    _entries: dict[int, dict[str, tuple[yaml.Node, yaml.Node]]] = field(default_factory=dict)
 
     def where(self, location: Location) -> str:
-        """``path:line`` of the entry at ``location``, or of the nearest enclosing entry that the file has."""
+        """``path:line`` of the entry at ``location``, or of the nearest enclosing entry that the
+        file has."""
         return f"{self.path}:{self._line(location)}"
 
     def _line(self, location: Location) -> int:
@@ -40,11 +44,17 @@ class Document:
         for step in location:
             if isinstance(node, yaml.MappingNode):
                 if id(node) not in self._entries:
-                    self._entries[id(node)] = {str(key.value): (key, value) for key, value in node.value}
+                    self._entries[id(node)] = {
+                        str(key.value): (key, value) for key, value in node.value
+                    }
                 found = self._entries[id(node)].get(str(step))
             else:
                 items = node.value if isinstance(node, yaml.SequenceNode) else []
-                found = next(((item, item) for item in items[step : step + 1]), None) if isinstance(step, int) else None
+                found = (
+                    next(((item, item) for item in items[step : step + 1]), None)
+                    if isinstance(step, int)
+                    else None
+                )
             if found is None:
                 break
             key, node = found
@@ -52,25 +62,30 @@ class Document:
         return line + 1
 
     def add(self, location: Location, text: str, *, line_of: Location | None = None) -> None:
-        """Adds the problem ``text`` of the entry at ``location``, with the line of that entry, or of the one at ``line_of``.
+        """Adds the problem ``text`` of the entry at ``location``, with the line of that entry, or
+        of the one at ``line_of``.
 
         Raises GraphError at the limit of problems.
         """
         line, entry = self._line(line_of or location), ".".join(map(str, location))
         if len(text) > 2 * _TEXT_CHARACTERS:
             text = f"{text[:_TEXT_CHARACTERS]} ... {text[-_TEXT_CHARACTERS:]}"
-        self.problems.setdefault(": ".join([f"{self.path}:{line}", *filter(None, [entry]), text]), line)
+        self.problems.setdefault(
+            ": ".join([f"{self.path}:{line}", *filter(None, [entry]), text]), line
+        )
         if len(self.problems) == LIMITS.problems:
             self.raise_if_any()
 
     def raise_if_any(self) -> None:
-        """Raises GraphError with one line per problem, ordered by line number; nothing where there is none."""
+        """Raises GraphError with one line per problem, ordered by line number; nothing where there
+        is none."""
         if self.problems:
             raise GraphError("\n".join(sorted(self.problems, key=self.problems.__getitem__)))
 
 
 def read_document(path: Path) -> Document:
-    """The YAML document in ``path``. Raises GraphError when it cannot be read, is no YAML, or repeats a key."""
+    """The YAML document in ``path``. Raises GraphError when it cannot be read, is no YAML, or
+    repeats a key."""
     text = reading.read_text(path, GraphError, "yaml_bytes")
     try:
         loader = _Loader(path, text)
@@ -87,13 +102,16 @@ def read_document(path: Path) -> Document:
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         raise GraphError(f"not YAML: {str(error.problem or error.context)[:200]}", where) from None
     except yaml.reader.ReaderError as error:
-        raise GraphError(f"not YAML: {error.reason} at character {error.position}", str(path)) from None
+        raise GraphError(
+            f"not YAML: {error.reason} at character {error.position}", str(path)
+        ) from None
     except ValueError as error:  # such as the date 2024-13-45
         raise GraphError(f"not YAML: {error}", str(path)) from None
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes up to the limits, which are reached before a large or deep document is read whole."""
+    """Composes nodes up to the limits, which are reached before a large or deep document is read
+    whole."""
 
     def __init__(self, path: Path, text: str) -> None:
         super().__init__(text)
@@ -103,7 +121,9 @@ class _Loader(yaml.SafeLoader):
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         self._nodes, self._depth = self._nodes + 1, self._depth + 1
         if self._depth > LIMITS.nesting:
-            raise yaml.composer.ComposerError(None, None, f"nested more than {LIMITS.nesting} deep", event.start_mark)
+            raise yaml.composer.ComposerError(
+                None, None, f"nested more than {LIMITS.nesting} deep", event.start_mark
+            )
         if getattr(event, "tag", None) not in (None, "!"):
             text = f"the tag {event.tag[:100]!r} is not read: leave it out"
             raise yaml.composer.ComposerError(None, None, text, event.start_mark)
@@ -112,7 +132,9 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self._depth -= 1
         if isinstance(node, yaml.ScalarNode):
-            if node.tag.endswith(":int") and len(node.value) > LIMITS.digits + 12:  # signs, 0x and _ between digits
+            if (
+                node.tag.endswith(":int") and len(node.value) > LIMITS.digits + 12
+            ):  # signs, 0x and _ between digits
                 text = f"an integer has {len(node.value):,} digits"
                 raise yaml.composer.ComposerError(None, None, text, node.start_mark)
             reading.refuse_surrogates(node.value)
@@ -120,16 +142,23 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_json(path: Path, *, infinite: bool = False) -> dict[str, Any]:
-    """The JSON object in ``path``, with ``infinite`` numbers if allowed. Raises GraphError when it cannot be read or is something
-    else."""
+    """The JSON object in ``path``, with ``infinite`` numbers if allowed. Raises GraphError when it
+    cannot be read or is something else."""
     data = reading.read_json(path, GraphError, infinite=infinite)
     if not isinstance(data, dict):
         raise GraphError(f"expected a JSON object, got {type(data).__name__}", str(path))
     return data
 
 
-def _check(path: Path, node: yaml.Node, counted: dict[int, int], above: tuple[int, ...], repeated: list[str]) -> int:
-    """The number of nodes below ``node`` with aliases expanded; adds keys that are given twice to ``repeated``.
+def _check(
+    path: Path,
+    node: yaml.Node,
+    counted: dict[int, int],
+    above: tuple[int, ...],
+    repeated: list[str],
+) -> int:
+    """The number of nodes below ``node`` with aliases expanded; adds keys that are given twice to
+    ``repeated``.
 
     Raises GraphError for too many nodes, or an alias within itself.
     """
@@ -137,19 +166,31 @@ def _check(path: Path, node: yaml.Node, counted: dict[int, int], above: tuple[in
     if id(node) in above:
         raise GraphError("an alias that contains itself", where)
     if len(above) > LIMITS.nesting:
-        raise GraphError(f"nested more than {LIMITS.nesting} deep once its aliases are expanded", where)
+        raise GraphError(
+            f"nested more than {LIMITS.nesting} deep once its aliases are expanded", where
+        )
     if id(node) not in counted:
         children: list[yaml.Node] = list(node.value) if isinstance(node, yaml.SequenceNode) else []
         keys: set[str] = set()
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
             if len(key.value) > _KEY_CHARACTERS and isinstance(key, yaml.ScalarNode):
-                raise GraphError(f"a key has {len(key.value):,} characters", f"{path}:{key.start_mark.line + 1}")
+                raise GraphError(
+                    f"a key has {len(key.value):,} characters", f"{path}:{key.start_mark.line + 1}"
+                )
             if isinstance(key, yaml.ScalarNode) and key.value in keys and key.value != "<<":
-                repeated.append(f"{path}:{key.start_mark.line + 1}: key {key.value!r} is given twice")
+                repeated.append(
+                    f"{path}:{key.start_mark.line + 1}: key {key.value!r} is given twice"
+                )
             keys.add(str(key.value))
             children += [key, value]
-        counted[id(node)] = 1 + sum(_check(path, child, counted, (*above, id(node)), repeated) for child in children)
+        counted[id(node)] = 1 + sum(
+            _check(path, child, counted, (*above, id(node)), repeated) for child in children
+        )
         require(
-            "nodes", counted[id(node)], f"it has {counted[id(node)]:,} entries once its aliases are expanded", where, GraphError
+            "nodes",
+            counted[id(node)],
+            f"it has {counted[id(node)]:,} entries once its aliases are expanded",
+            where,
+            GraphError,
         )
     return counted[id(node)]

@@ -1,6 +1,8 @@
-"""The signatures of the ops as data: the names and kinds of their arguments and outputs. `graphrun.ops` implements them.
+"""The signatures of the ops as data: the names and kinds of their arguments and outputs.
+`graphrun.ops` implements them.
 
-An op is one of `OPERATIONS`, or a function of a trusted package that `op` declares: ``mypackage.mymodule:sharpen``.
+An op is one of `OPERATIONS`, or a function of a trusted package that `op` declares:
+``mypackage.mymodule:sharpen``.
 """
 
 from __future__ import annotations
@@ -12,9 +14,23 @@ from typing import Any, Literal, TypeVar
 
 from graphrun.graph.values import strings
 
-Kind = Literal["str", "int", "float", "bool", "embeds", "latents", "image", "mask", "video", "audio", "tensor", "any"]
+Kind = Literal[
+    "str",
+    "int",
+    "float",
+    "bool",
+    "embeds",
+    "latents",
+    "image",
+    "mask",
+    "video",
+    "audio",
+    "tensor",
+    "any",
+]
 
-# Kinds that a graph file or a run's inputs may hold as plain values; the others only pass between stages.
+# Kinds that a graph file or a run's inputs may hold as plain values; the others only pass between
+# stages.
 PLAIN_KINDS: frozenset[Kind] = frozenset({"str", "int", "float", "bool"})
 # Kinds that a run takes as a file, or in Python as an object. A plan depends on their size.
 MEDIA_KINDS: frozenset[Kind] = frozenset({"image", "mask", "video", "audio", "tensor"})
@@ -26,11 +42,13 @@ Function = TypeVar("Function", bound=Callable[..., Mapping[str, Any]])
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """The signature of an op: its ``required`` and ``optional`` arguments and its ``outputs``, each name with its kind.
+    """The signature of an op: its ``required`` and ``optional`` arguments and its ``outputs``, each
+    name with its kind.
 
-    ``options``: alternative ways to run it -> what must be allowed, since the output changes ("": nothing, it does not change).
-    ``open``: it takes and produces more, of kind ``any``; the pipeline's class decides, and is asked when the stage is planned.
-    ``outlined``: arguments of which it reads only shapes and dtypes.
+    ``options``: alternative ways to run it -> what must be allowed, since the output changes ("":
+    nothing, it does not change). ``open``: it takes and produces more, of kind ``any``; the
+    pipeline's class decides, and is asked when the stage is planned. ``outlined``: arguments of
+    which it reads only shapes and dtypes.
     """
 
     name: str
@@ -98,7 +116,13 @@ OPERATIONS: Mapping[str, Operation] = _table(
     Operation(
         "decode",
         required={"latents": "latents", "embeds": "embeds"},
-        optional={"height": "int", "width": "int", "num_frames": "int", "use_resolution_binning": "bool", "tiling": "bool"},
+        optional={
+            "height": "int",
+            "width": "int",
+            "num_frames": "int",
+            "use_resolution_binning": "bool",
+            "tiling": "bool",
+        },
         outputs={"image": "image"},
         options={"tiling": "tiling", "slicing": "", "tiling+slicing": "tiling"},
         outlined=frozenset({"embeds"}),
@@ -124,19 +148,24 @@ OPERATIONS: Mapping[str, Operation] = _table(
 
 
 def operation(name: str) -> Operation | None:
-    """The signature of the op ``name``; None where there is none. That of a function is only known when its package is imported, so
-    it takes and returns anything, of the kinds that its outputs' names say."""
+    """The signature of the op ``name``; None where there is none. That of a function is only known
+    when its package is imported, so it takes and returns anything, of the kinds that its outputs'
+    names say."""
     if ":" in name:
-        return Operation(name, {}, {}, {"image": "image", "video": "video", "audio": "audio"}, open=True)
+        return Operation(
+            name, {}, {}, {"image": "image", "video": "video", "audio": "audio"}, open=True
+        )
     return OPERATIONS.get(name)
 
 
 def op(*, changes: Collection[str] = ()) -> Callable[[Function], Function]:
-    """Declares that a function is an op, which stages of a graph may name: ``op: mypackage.mymodule:function``.
+    """Declares that a function is an op, which stages of a graph may name: ``op:
+    mypackage.mymodule:function``.
 
-    It is called with the stage's ``with:`` and ``uses:`` by name, with the graph's parts that it has a parameter for, and with the
-    device as ``device``. It returns its outputs by name; ``image``, ``video`` and ``audio`` are what runs save as files.
-    ``changes``: the arguments whose tensors it changes in place; it gets copies of these, since other stages may read them too.
+    It is called with the stage's ``with:`` and ``uses:`` by name, with the graph's parts that it
+    has a parameter for, and with the device as ``device``. It returns its outputs by name;
+    ``image``, ``video`` and ``audio`` are what runs save as files. ``changes``: the arguments whose
+    tensors it changes in place; it gets copies of these, since other stages may read them too.
     """
 
     def declare(function: Function) -> Function:

@@ -1,4 +1,5 @@
-"""The settings of a plan: those inputs that sizes and times depend on. Knows neither plans nor problems.
+"""The settings of a plan: those inputs that sizes and times depend on. Knows neither plans nor
+problems.
 
 height=1024 image=1024x768 steps=30        a plan is for these; texts and seeds may differ
 """
@@ -23,14 +24,19 @@ def seeds_of(graph: Graph) -> set[str]:
 def settings_of(graph: Graph, inputs: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """The inputs that sizes and times depend on, as sorted (name, text): all but texts and seeds.
 
-    Pipelines pad texts to a fixed length; a list of texts counts by its length, an image, mask, video or audio by its size.
+    Pipelines pad texts to a fixed length; a list of texts counts by its length, an image, mask,
+    video or audio by its size.
     """
     seeds = seeds_of(graph)
-    kept = (name for name in sorted(inputs) if not isinstance(inputs[name], str) and name not in seeds)
+    kept = (
+        name for name in sorted(inputs) if not isinstance(inputs[name], str) and name not in seeds
+    )
     return tuple((name, told(inputs[name])) for name in kept)
 
 
-def completed(graph: Graph, settings: Iterable[tuple[str, str]], inputs: Mapping[str, Any]) -> dict[str, Any]:
+def completed(
+    graph: Graph, settings: Iterable[tuple[str, str]], inputs: Mapping[str, Any]
+) -> dict[str, Any]:
     """``inputs`` completed from a plan's ``settings`` and the graph's defaults.
 
     Raises PlanError where an input that the plan depends on differs from the planned one.
@@ -40,12 +46,15 @@ def completed(graph: Graph, settings: Iterable[tuple[str, str]], inputs: Mapping
     plain = {
         name: text
         for name, text in planned.items()
-        if not (own[name].many or own[name].type in MEDIA_KINDS) and (text != told(None) or own[name].required)
+        if not (own[name].many or own[name].type in MEDIA_KINDS)
+        and (text != told(None) or own[name].required)
     }
     values = graph.resolve({**plain, **inputs})
     now = dict(settings_of(graph, values))
     for name in sorted(planned.keys() | now.keys()):
         there, here = planned.get(name, "one text"), now.get(name, "one text")
         if there != here:
-            raise PlanError(f"the plan is for {name}={there}, this run has {name}={here}: plan again, or leave {name} out")
+            raise PlanError(
+                f"the plan is for {name}={there}, this run has {name}={here}: plan again, or leave {name} out"
+            )
     return values

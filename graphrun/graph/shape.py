@@ -1,4 +1,5 @@
-"""The shape of a YAML file by a pydantic model; pydantic's errors become messages about the file's entries, with their lines."""
+"""The shape of a YAML file by a pydantic model; pydantic's errors become messages about the file's
+entries, with their lines."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _EXPECTED = {
 
 
 def spec_of(model: type[_Spec], document: Document) -> _Spec:
-    """``document`` as a ``model``. Raises GraphError with one line per problem: ``file:line: entry: what is wrong``."""
+    """``document`` as a ``model``. Raises GraphError with one line per problem: ``file:line: entry:
+    what is wrong``."""
     try:
         return model.model_validate(document.data)
     except ValidationError as error:
@@ -36,7 +38,8 @@ def spec_of(model: type[_Spec], document: Document) -> _Spec:
 
 
 def _note(error: ValidationError, model: type[Spec], document: Document) -> None:
-    """Adds the problems that ``error`` reports about ``document``; the branches of a union become one problem."""
+    """Adds the problems that ``error`` reports about ``document``; the branches of a union become
+    one problem."""
     expected: dict[tuple[str | int, ...], list[str]] = {}
     for details in error.errors(include_url=False):
         location = tuple(_existing(details["loc"], document.data))
@@ -44,11 +47,17 @@ def _note(error: ValidationError, model: type[Spec], document: Document) -> None
             expected.setdefault(location, []).append(kind)
         elif details["type"] == "extra_forbidden":
             known = _keys(model.model_json_schema(), location[:-1])
-            document.add(location[:-1], f"unknown key {location[-1]!r}{did_you_mean(str(location[-1]), known)}", line_of=location)
+            document.add(
+                location[:-1],
+                f"unknown key {location[-1]!r}{did_you_mean(str(location[-1]), known)}",
+                line_of=location,
+            )
         else:
             document.add(location, _sentence(details, str(location[-1]) if location else ""))
     for location, kinds in expected.items():
-        names = [kind for kind in dict.fromkeys(kinds) if not (kind == "an int" and "a number" in kinds)]
+        names = [
+            kind for kind in dict.fromkeys(kinds) if not (kind == "an int" and "a number" in kinds)
+        ]
         value: Any = document.data
         for step in location:
             value = value[step]
@@ -59,22 +68,29 @@ def _keys(schema: dict[str, Any], location: Iterable[str | int]) -> list[str]:
     """The keys of the mapping at ``location`` by the JSON Schema ``schema``."""
 
     def found(node: dict[str, Any]) -> dict[str, Any]:
-        node = next((branch for branch in node.get("anyOf", ()) if branch.get("type") != "null"), node)
+        node = next(
+            (branch for branch in node.get("anyOf", ()) if branch.get("type") != "null"), node
+        )
         return schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
 
     node = schema
     for step in location:
         others: Any = (
-            node.get("items") or node.get("additionalProperties") or next(iter(node.get("patternProperties", {}).values()), {})
+            node.get("items")
+            or node.get("additionalProperties")
+            or next(iter(node.get("patternProperties", {}).values()), {})
         )
         node = found(node.get("properties", {}).get(step) or others)
     return list(node.get("properties", ()))
 
 
 def _existing(location: Iterable[Any], data: Any) -> Iterator[Any]:
-    """``location`` without the steps that pydantic adds for the branch of a union or a missing key."""
+    """``location`` without the steps that pydantic adds for the branch of a union or a missing
+    key."""
     for step in location:
-        if (isinstance(data, dict) and step in data) or (isinstance(data, list) and step in range(len(data))):
+        if (isinstance(data, dict) and step in data) or (
+            isinstance(data, list) and step in range(len(data))
+        ):
             yield step
             data = data[step]
 
@@ -89,7 +105,10 @@ def _sentence(details: ErrorDetails, key: str) -> str:
         case "literal_error" if key == "compile":
             return f"{value!r} is not known; it is blocks, each compiled by itself, since weights are placed block by block"
         case "literal_error":
-            choices = [choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")]
+            choices = [
+                choice.strip("'")
+                for choice in context["expected"].replace(" or ", ", ").split(", ")
+            ]
             return f"unknown {key if not key.isdigit() else 'value'} {value!r}{did_you_mean(str(value), choices)}"
         case "string_pattern_mismatch":
             return f"{value!r} {PATTERNS[context['pattern']]}"
@@ -106,4 +125,6 @@ def _sentence(details: ErrorDetails, key: str) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, (dict, list)):
         return "a mapping" if isinstance(value, dict) else "a list"
-    return repr(value) if isinstance(value, (str, bool, int, float)) else f"a {type(value).__name__}"
+    return (
+        repr(value) if isinstance(value, (str, bool, int, float)) else f"a {type(value).__name__}"
+    )

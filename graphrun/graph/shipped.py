@@ -32,10 +32,12 @@ def shipped_graphs() -> tuple[str, ...]:
 
 
 def graph_file(path: str | Path) -> Path:
-    """The file of a graph: ``path``, or the shipped graph called so where no file is. A name has neither folder nor file suffix.
+    """The file of a graph: ``path``, or the shipped graph called so where no file is. A name has
+    neither folder nor file suffix.
 
-    Raises GraphError for a folder, a checkpoint, and a name or repository without a file, with the shipped graph that was meant
-    or the import to type. Returns other paths unchanged, for the reader to refuse.
+    Raises GraphError for a folder, a checkpoint, and a name or repository without a file, with the
+    shipped graph that was meant or the import to type. Returns other paths unchanged, for the
+    reader to refuse.
     """
     path, names = Path(path), shipped_graphs()
     is_yaml, is_name = path.suffix in (".yaml", ".yml", ".json"), path.name == os.fspath(path)
@@ -45,7 +47,10 @@ def graph_file(path: str | Path) -> Path:
         return graphs_folder() / f"{path.name}.yaml"
     if path.is_dir() or path.is_file():
         kind = "folder" if path.is_dir() else "checkpoint"
-        raise GraphError(f"is a {kind}, not a graph file; to make one: {_import(path.as_posix(), path.stem)}", str(path))
+        raise GraphError(
+            f"is a {kind}, not a graph file; to make one: {_import(path.as_posix(), path.stem)}",
+            str(path),
+        )
     if path.stem in names:
         raise GraphError(f"no such file; graphrun's own graph is called {path.stem}", str(path))
     if is_name and not is_yaml:
@@ -57,7 +62,8 @@ def graph_file(path: str | Path) -> Path:
 
 
 def _hint_for_name(name: str, names: tuple[str, ...]) -> str:
-    """The shipped graph that was probably meant by ``name``, which may be a repository's name without its owner."""
+    """The shipped graph that was probably meant by ``name``, which may be a repository's name
+    without its owner."""
     sources = _sources()
     repositories = {source.partition("/")[2]: source for source in sources}
     plain = re.sub(r"[\W_]", "", name).lower()
@@ -94,7 +100,8 @@ def _import(source: str, name: str, revision: str | None = None) -> str:
 
 
 def _sources() -> dict[str, tuple[str, ...]]:
-    """Repositories on the hub that shipped graphs have as their source, each with these graphs, the shortest name first."""
+    """Repositories on the hub that shipped graphs have as their source, each with these graphs, the
+    shortest name first."""
     sources: dict[str, tuple[str, ...]] = {}
     for name in sorted(shipped_graphs(), key=len):
         source = str(read_document(graphs_folder() / f"{name}.yaml").data.get("source", ""))
@@ -104,6 +111,7 @@ def _sources() -> dict[str, tuple[str, ...]]:
 
 
 def shipped_name(path: Path) -> str | None:
-    """The name of the shipped graph that ``path`` names or is the file of; None for another graph."""
+    """The name of the shipped graph that ``path`` names or is the file of; None for another
+    graph."""
     file = graph_file(path).resolve()
     return file.stem if file.parent == graphs_folder().resolve() else None

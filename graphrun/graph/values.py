@@ -1,4 +1,5 @@
-"""Declared inputs, checks and conversions of their values, and messages that suggest what was meant."""
+"""Declared inputs, checks and conversions of their values, and messages that suggest what was
+meant."""
 
 from __future__ import annotations
 
@@ -13,7 +14,16 @@ from graphrun.limits import require
 from graphrun.reading import refuse_surrogates
 
 InputType = Literal["str", "int", "float", "bool", "image", "mask", "video", "audio", "tensor"]
-_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_WORDS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127  # pipelines put numbers into tensors of float32 or less
 
 
@@ -21,8 +31,9 @@ FLOAT32_MAX = (2 - 2**-23) * 2.0**127  # pipelines put numbers into tensors of f
 class Input:
     """A declared input of a graph. Its value is None where it is left out and has no default.
 
-    ``minimum`` and ``maximum`` are inclusive. ``many``: a list of such values is accepted too. ``sizes``: of an image, mask, video,
-    audio or tensor, for plans without the file: numbers, or names of inputs that hold them, or a ``shape``.
+    ``minimum`` and ``maximum`` are inclusive. ``many``: a list of such values is accepted too.
+    ``sizes``: of an image, mask, video, audio or tensor, for plans without the file: numbers, or
+    names of inputs that hold them, or a ``shape``.
     """
 
     name: str
@@ -40,10 +51,15 @@ class Input:
         """The input for one item of a list of such values, or for a frame of a video."""
         if self.type != "video":
             return replace(self, many=False)
-        return replace(self, type="image", sizes={name: of for name, of in self.sizes.items() if name != "frames"})
+        return replace(
+            self,
+            type="image",
+            sizes={name: of for name, of in self.sizes.items() if name != "frames"},
+        )
 
     def items(self, value: Any) -> list[Any]:
-        """The items of ``value``, which the input accepted: of a list, or the frames of a video. Another value is the only item."""
+        """The items of ``value``, which the input accepted: of a list, or the frames of a video.
+        Another value is the only item."""
         value = media.opened(value) if self.type == "video" else value
         return list(value) if self.type == "video" or isinstance(value, list) else [value]
 
@@ -54,7 +70,8 @@ def strings(value: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'height'?"`` for a similar known name, else ``"; known are 'a', 'b'"`` for at most 12 names, else ""."""
+    """``"; did you mean 'height'?"`` for a similar known name, else ``"; known are 'a', 'b'"`` for
+    at most 12 names, else ""."""
     names = sorted(known)
     if close := difflib.get_close_matches(name, names, n=1):
         return f"; did you mean {close[0]!r}?"
@@ -69,12 +86,14 @@ def outside(package: str, packages: Iterable[str]) -> str:
 
 
 def to_trust(package: str) -> str:
-    """How a caller lets a graph name any class of ``package``, which runs that package's code. A file cannot do this itself."""
+    """How a caller lets a graph name any class of ``package``, which runs that package's code. A
+    file cannot do this itself."""
     return f"if you trust {package}, plan and run the graph with --trust-package {package} (in Python trust=[{package!r}])"
 
 
 def of_type(kind: str, value: Any) -> Any:
-    """``value`` as ``kind`` (str, int, float or bool); an int is accepted as a float. Raises ValueError for anything else."""
+    """``value`` as ``kind`` (str, int, float or bool); an int is accepted as a float. Raises
+    ValueError for anything else."""
     if kind == "str" and isinstance(value, str):
         refuse_surrogates(value)
         require("characters", len(value), f"a text of {len(value):,} characters")
@@ -95,10 +114,11 @@ def of_type(kind: str, value: Any) -> Any:
 
 
 def fit(declared: Input, value: Any, *, text: bool = False) -> Any:
-    """``value`` converted to the input's type and checked against its bounds; with ``text`` strings are parsed.
+    """``value`` converted to the input's type and checked against its bounds; with ``text`` strings
+    are parsed.
 
-    The path of an image, mask, video, audio or tensor becomes a `media.File`; an input with ``many`` accepts a list too. Raises
-    ValueError saying which values are accepted.
+    The path of an image, mask, video, audio or tensor becomes a `media.File`; an input with
+    ``many`` accepts a list too. Raises ValueError saying which values are accepted.
     """
     if declared.many:
         value = media.parse_list(value) if text and isinstance(value, str) else value
@@ -119,7 +139,11 @@ def _one(declared: Input, value: Any, text: bool) -> Any:
     step, low, high = declared.multiple_of, declared.minimum, declared.maximum
     if step is not None and value % step:
         below = value - value % step
-        choices = [str(n) for n in (below, below + step) if (low is None or n >= low) and (high is None or n <= high)]
+        choices = [
+            str(n)
+            for n in (below, below + step)
+            if (low is None or n >= low) and (high is None or n <= high)
+        ]
         raise ValueError(f"{value} is not a multiple of {step}; use {' or '.join(choices) or step}")
     if low is not None and value < low:
         raise ValueError(f"{value} is less than the minimum, {low:g}")
@@ -130,6 +154,10 @@ def _one(declared: Input, value: Any, text: bool) -> Any:
 
 def _read(kind: str, text: str) -> Any:
     try:
-        return _WORDS[text.strip().lower()] if kind == "bool" else {"int": int, "float": float}[kind](text)
+        return (
+            _WORDS[text.strip().lower()]
+            if kind == "bool"
+            else {"int": int, "float": float}[kind](text)
+        )
     except (KeyError, ValueError):
         raise ValueError(f"{text!r} is not {'an' if kind == 'int' else 'a'} {kind}") from None

@@ -47,7 +47,8 @@ class Allocator(Protocol):
 
 
 class Counting:
-    """Sum of all live allocations, each rounded up to 512 bytes: the simulated accelerator. Caches nothing."""
+    """Sum of all live allocations, each rounded up to 512 bytes: the simulated accelerator. Caches
+    nothing."""
 
     def __init__(self) -> None:
         self.used_bytes = 0
@@ -69,7 +70,8 @@ class Counting:
 class Pool:
     """Expandable segments: address ranges of ``space_bytes``, mapped in pages of ``page_bytes``.
 
-    0                                    whole pages                     whole pages           space_bytes
+    0                                    whole pages                     whole pages
+    space_bytes
     |##used##|..free..|##used##|..free..|  unmapped  |##used##|..free..|       unmapped       |
 
     Free ranges are mapped. Adjacent free ranges are merged, and adjacent unmapped ones. Most plans
@@ -124,7 +126,9 @@ class Pool:
     def take_at(self, begin: int, nbytes: int) -> None:
         """Allocate a range within a free one."""
         end = begin + nbytes
-        first, last = next(span for span in self.free.items() if span[0] <= begin and end <= span[1])
+        first, last = next(
+            span for span in self.free.items() if span[0] <= begin and end <= span[1]
+        )
         self._remove_free(first)
         if first < begin:
             self._add_free(first, begin)
@@ -206,9 +210,11 @@ class Pool:
 
 
 class Segments:
-    """Segments returned by `cudaMalloc`, split into blocks, with a best-fit search over the free blocks.
+    """Segments returned by `cudaMalloc`, split into blocks, with a best-fit search over the free
+    blocks.
 
-    segment 0 |##used##|..free..|##used##|      segment 1 |....free....|      adjacent free blocks of a segment are merged
+    segment 0 |##used##|..free..|##used##|      segment 1 |....free....|      adjacent free blocks
+    of a segment are merged
 
     ``min_split_bytes``: a block is split only if the remainder has at least this many bytes.
     """
@@ -216,12 +222,17 @@ class Segments:
     def __init__(self, min_split_bytes: int) -> None:
         self.min_split_bytes = min_split_bytes
         self.sizes: dict[int, int] = {}  # segment -> bytes
-        self.free: dict[int, dict[int, int]] = {}  # segment -> offset -> bytes of the free block there
-        self.blocks: list[tuple[int, int, int]] = []  # (bytes, segment, offset) of every free block, sorted
+        self.free: dict[
+            int, dict[int, int]
+        ] = {}  # segment -> offset -> bytes of the free block there
+        self.blocks: list[
+            tuple[int, int, int]
+        ] = []  # (bytes, segment, offset) of every free block, sorted
         self._next = 0
 
     def take(self, nbytes: int) -> tuple[tuple[int, int, int], int]:
-        """Allocate ``nbytes`` from a free block, else from a new segment: arguments for `give`, and the bytes newly reserved."""
+        """Allocate ``nbytes`` from a free block, else from a new segment: arguments for `give`, and
+        the bytes newly reserved."""
         index, reserved = bisect_left(self.blocks, (nbytes, -1, -1)), 0
         if index == len(self.blocks):
             reserved = self.sizes[self._next] = segment_bytes(nbytes)
@@ -250,7 +261,9 @@ class Segments:
 
     def trim(self) -> int:
         """Release segments without a used block. Returns the bytes released."""
-        empty = [segment for segment, size in self.sizes.items() if self.free[segment].get(0) == size]
+        empty = [
+            segment for segment, size in self.sizes.items() if self.free[segment].get(0) == size
+        ]
         for segment in empty:
             self._remove_free(segment, 0)
             del self.free[segment]
@@ -266,9 +279,12 @@ class Segments:
 
 
 class _Cached:
-    """Small and large allocations in a pool each. `used_bytes` corresponds to `torch.cuda.memory_reserved`."""
+    """Small and large allocations in a pool each. `used_bytes` corresponds to
+    `torch.cuda.memory_reserved`."""
 
-    def __init__(self, small: Pool | Segments, large: Pool | Segments, small_bytes: int = SMALL_BYTES) -> None:
+    def __init__(
+        self, small: Pool | Segments, large: Pool | Segments, small_bytes: int = SMALL_BYTES
+    ) -> None:
         self.used_bytes = 0
         self._small_bytes = small_bytes
         self._small, self._large = small, large
@@ -302,21 +318,26 @@ class _Cached:
 class Caching(_Cached):
     """PyTorch's caching allocator with expandable segments.
 
-    ``page_scale``: factor on the sizes of pages, and on that up to which an allocation is small; for models in small.
-    ``card_bytes``: memory of the card. A segment's address space is 9/8 of it.
+    ``page_scale``: factor on the sizes of pages, and on that up to which an allocation is small;
+    for models in small. ``card_bytes``: memory of the card. A segment's address space is 9/8 of it.
     """
 
     def __init__(self, page_scale: float = 1.0, card_bytes: int = 1 << 50) -> None:
         small_bytes, *pages = (
-            round_up(max(1, int(page_scale * nbytes)), ROUND_BYTES) for nbytes in (SMALL_BYTES, SMALL_PAGE_BYTES, LARGE_PAGE_BYTES)
+            round_up(max(1, int(page_scale * nbytes)), ROUND_BYTES)
+            for nbytes in (SMALL_BYTES, SMALL_PAGE_BYTES, LARGE_PAGE_BYTES)
         )
         self._pools = [Pool(nbytes, card_bytes + card_bytes // 8) for nbytes in pages]
         super().__init__(self._pools[0], self._pools[1], small_bytes)
 
     def used_bytes_with(self, sizes: Iterable[int]) -> int:
-        """Return the bytes reserved once ``sizes``, each above 0, are allocated too. Changes nothing."""
+        """Return the bytes reserved once ``sizes``, each above 0, are allocated too. Changes
+        nothing."""
         pools = [pool.copy() for pool in self._pools]
-        return self.used_bytes + sum(pools[not self.is_small(nbytes)].take(round_up(nbytes, ROUND_BYTES))[1] for nbytes in sizes)
+        return self.used_bytes + sum(
+            pools[not self.is_small(nbytes)].take(round_up(nbytes, ROUND_BYTES))[1]
+            for nbytes in sizes
+        )
 
     def allocate_at(self, key: int, small: bool, place: tuple[int, ...]) -> None:
         """Allocate as ``key`` what was released at ``place`` (see `place`)."""
@@ -334,9 +355,9 @@ class Caching(_Cached):
 class Native(_Cached):
     """PyTorch's caching allocator with native segments, its default.
 
-    Sizes up to 1 MiB come from segments of 2 MiB, sizes below 10 MiB from segments of 20 MiB; a larger size gets a segment of that
-    size, rounded up to 2 MiB. A small block is split if at least 512 bytes remain, a large one only if more than 1 MiB remains
-    (`should_split`).
+    Sizes up to 1 MiB come from segments of 2 MiB, sizes below 10 MiB from segments of 20 MiB; a
+    larger size gets a segment of that size, rounded up to 2 MiB. A small block is split if at least
+    512 bytes remain, a large one only if more than 1 MiB remains (`should_split`).
     """
 
     def __init__(self) -> None:
@@ -344,7 +365,8 @@ class Native(_Cached):
 
 
 def segment_bytes(nbytes: int) -> int:
-    """Bytes requested from `cudaMalloc` when no cached block has room for ``nbytes`` (`get_allocation_size`)."""
+    """Bytes requested from `cudaMalloc` when no cached block has room for ``nbytes``
+    (`get_allocation_size`)."""
     if nbytes <= SMALL_BYTES:
         return SMALL_PAGE_BYTES
     return LARGE_PAGE_BYTES if nbytes < PACKED_BYTES else round_up(nbytes, SEGMENT_STEP_BYTES)

@@ -1,9 +1,13 @@
-"""Applies a plan's choices (variants, stage options, order of stages) to a problem. Pure functions; the solver makes the choices.
+"""Applies a plan's choices (variants, stage options, order of stages) to a problem. Pure functions;
+the solver makes the choices.
 
-    problem + order + options -> reorder       -> final phases and values; every component still has all its variants
-            + variants        -> apply_choices -> one variant per component; its slowdown and scratch are in the phases' numbers
+    problem + order + options -> reorder       -> final phases and values; every component still has
+    all its variants
+            + variants        -> apply_choices -> one variant per component; its slowdown and
+            scratch are in the phases' numbers
 
-Executor, simulator and `check` work on the problem with choices applied, in which ``variants[0]`` is the chosen variant.
+Executor, simulator and `check` work on the problem with choices applied, in which ``variants[0]``
+is the chosen variant.
 
 Also computes with how much compute the copies of each block group can overlap (`overlap_seconds`).
 """
@@ -15,15 +19,24 @@ from dataclasses import replace
 
 from graphrun.errors import PlanError
 from graphrun.model.plan import Plan
-from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem, Use, ValueNumbers, Variant
+from graphrun.model.problem import (
+    ComponentNumbers,
+    PhaseNumbers,
+    Problem,
+    Use,
+    ValueNumbers,
+    Variant,
+)
 from graphrun.model.splits import arguments_bytes, with_splits
 
-# Blocks for which a ring has room, and likewise the bounce buffer of a backing store on disk (`Variant.host_bytes`).
+# Blocks for which a ring has room, and likewise the bounce buffer of a backing store on disk
+# (`Variant.host_bytes`).
 BUFFERED_BLOCKS = 2
 
 
 def with_each_variant(problem: Problem, change: Callable[[Variant], Variant]) -> Problem:
-    """``problem`` with ``change`` applied to every variant of its components, and of their layers."""
+    """``problem`` with ``change`` applied to every variant of its components, and of their
+    layers."""
 
     def changed(component: ComponentNumbers) -> ComponentNumbers:
         layers = component.layers and changed(component.layers)
@@ -33,23 +46,31 @@ def with_each_variant(problem: Problem, change: Callable[[Variant], Variant]) ->
 
 
 def overlap_seconds(order: Sequence[tuple[int, int, float]], variant: Variant) -> list[float]:
-    """Compute seconds per block group with which copies of that group can overlap, in one call that computes in ``order``.
+    """Compute seconds per block group with which copies of that group can overlap, in one call that
+    computes in ``order``.
 
-    ``order`` is `Use.order`: (group, block, seconds) in call order; group 0 is the remainder. A block's copy overlaps with the
-    compute of its group, and with the remainder's compute directly before the block:
+    ``order`` is `Use.order`: (group, block, seconds) in call order; group 0 is the remainder. A
+    block's copy overlaps with the compute of its group, and with the remainder's compute directly
+    before the block:
 
-        remainder |  block  |  block  | remainder |  block  | remainder |      while the remainder computes, the ring is filled
+        remainder |  block  |  block  | remainder |  block  | remainder |      while the remainder
+        computes, the ring is filled
 
-    Of the latter only as much counts as two copies take, since the ring has room for two blocks; with a backing store on disk as
-    much as four reads take, two of them into the bounce buffer. Any excess stays with group 0. The remainder's compute after the
-    last block is added to that before the next call's first block.
+    Of the latter only as much counts as two copies take, since the ring has room for two blocks;
+    with a backing store on disk as much as four reads take, two of them into the bounce buffer. Any
+    excess stays with group 0. The remainder's compute after the last block is added to that before
+    the next call's first block.
     """
     found = [0.0] * len(variant.block_bytes)
     blocks = [number for number, (k, _, _) in enumerate(order) if k]
     if not blocks:
         found[0] = sum(seconds for _, _, seconds in order)
         return found
-    reads = variant.disk_seconds if variant.backing_store == "disk" and variant.disk_seconds else (0.0,) * len(found)
+    reads = (
+        variant.disk_seconds
+        if variant.backing_store == "disk" and variant.disk_seconds
+        else (0.0,) * len(found)
+    )
     between = sum(seconds for _, _, seconds in order[blocks[-1] + 1 :])
     for k, _, seconds in order[: blocks[-1] + 1]:
         if k:
@@ -63,9 +84,11 @@ def overlap_seconds(order: Sequence[tuple[int, int, float]], variant: Variant) -
 
 
 def read_from_disk(use: Use, variant: Variant, counts: Sequence[int]) -> Use:
-    """``use`` with `seconds` divided among groups by `overlap_seconds`, which counts reads from disk.
+    """``use`` with `seconds` divided among groups by `overlap_seconds`, which counts reads from
+    disk.
 
-    Unchanged if the backing store of ``variant`` is not on disk, or the order of compute is unknown. ``counts``: blocks per group.
+    Unchanged if the backing store of ``variant`` is not on disk, or the order of compute is
+    unknown. ``counts``: blocks per group.
     """
     if variant.backing_store != "disk" or not use.order:
         return use
@@ -79,16 +102,22 @@ def stages_of(problem: Problem) -> tuple[str, ...]:
     return tuple(dict.fromkeys(phase.stage for phase in problem.phases))
 
 
-def reorder(problem: Problem, order: Sequence[str] = (), options: Mapping[str, str] | None = None) -> Problem:
-    """``problem`` with its stages in ``order`` (empty: unchanged) and run with ``options`` (stage -> option name).
+def reorder(
+    problem: Problem, order: Sequence[str] = (), options: Mapping[str, str] | None = None
+) -> Problem:
+    """``problem`` with its stages in ``order`` (empty: unchanged) and run with ``options`` (stage
+    -> option name).
 
-    The result has no choice of order or option left. A value is live from the phase after its producer to its last consumer in
-    that order. Raises PlanError for an unknown option, for an option that needs a permission which is not in `Problem.allow`, and
-    for an order that is not a permutation of the stages or violates their precedence.
+    The result has no choice of order or option left. A value is live from the phase after its
+    producer to its last consumer in that order. Raises PlanError for an unknown option, for an
+    option that needs a permission which is not in `Problem.allow`, and for an order that is not a
+    permutation of the stages or violates their precedence.
     """
     order, options = tuple(order) or stages_of(problem), dict(options or {})
     _require_order(problem, order)
-    phases = {stage: tuple(phase for phase in problem.phases if phase.stage == stage) for stage in order}
+    phases = {
+        stage: tuple(phase for phase in problem.phases if phase.stage == stage) for stage in order
+    }
     for stage, name in options.items():
         phases[stage] = _option(problem, stage, name)
     reordered = tuple(phase for stage in order for phase in phases[stage])
@@ -97,7 +126,8 @@ def reorder(problem: Problem, order: Sequence[str] = (), options: Mapping[str, s
 
 
 def apply_choices(problem: Problem, plan: Plan) -> Problem:
-    """``problem`` with all choices of ``plan``: reordered, one variant per component, its seconds and bytes in the phases.
+    """``problem`` with all choices of ``plan``: reordered, one variant per component, its seconds
+    and bytes in the phases.
 
     Raises PlanError if the plan chooses something that the problem does not have or does not allow.
     """
@@ -105,9 +135,23 @@ def apply_choices(problem: Problem, plan: Plan) -> Problem:
     names = dict(plan.variants)
     if unknown := sorted(set(names) - {component.name for component in problem.components}):
         raise PlanError(f"variant: the problem has no component {', '.join(unknown)}")
-    chosen = {component.name: _variant(reordered, component, names.get(component.name)) for component in reordered.components}
+    chosen = {
+        component.name: _variant(reordered, component, names.get(component.name))
+        for component in reordered.components
+    }
     components = tuple(
-        replace(component, variants=(replace(chosen[component.name], slowdown=1.0, block_seconds=(), scratch_bytes=0, needs=""),))
+        replace(
+            component,
+            variants=(
+                replace(
+                    chosen[component.name],
+                    slowdown=1.0,
+                    block_seconds=(),
+                    scratch_bytes=0,
+                    needs="",
+                ),
+            ),
+        )
         for component in reordered.components
     )
     phases = tuple(_with_variants(reordered, phase, chosen) for phase in reordered.phases)
@@ -117,17 +161,22 @@ def apply_choices(problem: Problem, plan: Plan) -> Problem:
 def use_with(use: Use, component: ComponentNumbers, variant: Variant) -> Use:
     """``use`` of ``component`` with the compute seconds of ``variant``.
 
-    They are multiplied by `slowdown`, increased by `block_seconds` once per block and call (which may be negative; the sum is not),
-    and divided among groups as `read_from_disk` says.
+    They are multiplied by `slowdown`, increased by `block_seconds` once per block and call (which
+    may be negative; the sum is not), and divided among groups as `read_from_disk` says.
     """
     use = read_from_disk(use, variant, [len(of.blocks) for of in component.groups])
     extra = variant.block_seconds or (0.0,) * len(use.seconds)
     if variant.slowdown == 1.0 and not any(extra):
         return use
-    seconds = tuple(max(0.0, variant.slowdown * each + more) for each, more in zip(use.seconds, extra, strict=True))
+    seconds = tuple(
+        max(0.0, variant.slowdown * each + more)
+        for each, more in zip(use.seconds, extra, strict=True)
+    )
     order, seen = [], set[tuple[int, int]]()
     for k, i, each in use.order:
-        order.append((k, i, max(0.0, variant.slowdown * each + (0.0 if (k, i) in seen else extra[k]))))
+        order.append(
+            (k, i, max(0.0, variant.slowdown * each + (0.0 if (k, i) in seen else extra[k])))
+        )
         seen.add((k, i))
     return replace(use, seconds=seconds, order=tuple(order))
 
@@ -135,8 +184,9 @@ def use_with(use: Use, component: ComponentNumbers, variant: Variant) -> Use:
 def activation_bytes(phase_bytes: int, variants: Iterable[Variant], glue_bytes: int = 0) -> int:
     """Device bytes of activation of a phase that runs with ``variants``, one per component it uses.
 
-    ``phase_bytes``: the phase's activation as traced. If all variants compute on the CPU or on helpers: ``glue_bytes``, at most
-    ``phase_bytes``. Otherwise: ``phase_bytes`` plus the largest `scratch_bytes`.
+    ``phase_bytes``: the phase's activation as traced. If all variants compute on the CPU or on
+    helpers: ``glue_bytes``, at most ``phase_bytes``. Otherwise: ``phase_bytes`` plus the largest
+    `scratch_bytes`.
     """
     found = list(variants)
     if found and all(variant.device != "device" for variant in found):
@@ -144,26 +194,47 @@ def activation_bytes(phase_bytes: int, variants: Iterable[Variant], glue_bytes: 
     return phase_bytes + max((variant.scratch_bytes for variant in found), default=0)
 
 
-def helper_bytes(phase_bytes: int, pairs: Iterable[tuple[Use, ComponentNumbers]], helper: int) -> int:
-    """Bytes beyond weights on ``helper`` in a slot of a phase that runs ``pairs``, components with their variants chosen: 0 if none
-    of them computes there, else the activation as traced, ``phase_bytes``, and the most that scratch and what crosses take."""
-    own = [of.variants[0].scratch_bytes + to for use, of in pairs for n, to in arguments_bytes(use, of).items() if n == helper]
+def helper_bytes(
+    phase_bytes: int, pairs: Iterable[tuple[Use, ComponentNumbers]], helper: int
+) -> int:
+    """Bytes beyond weights on ``helper`` in a slot of a phase that runs ``pairs``, components with
+    their variants chosen: 0 if none of them computes there, else the activation as traced,
+    ``phase_bytes``, and the most that scratch and what crosses take."""
+    own = [
+        of.variants[0].scratch_bytes + to
+        for use, of in pairs
+        for n, to in arguments_bytes(use, of).items()
+        if n == helper
+    ]
     return phase_bytes + max(own) if own else 0
 
 
-def _with_variants(problem: Problem, phase: PhaseNumbers, chosen: Mapping[str, Variant]) -> PhaseNumbers:
+def _with_variants(
+    problem: Problem, phase: PhaseNumbers, chosen: Mapping[str, Variant]
+) -> PhaseNumbers:
     variants = [chosen[use.component] for use in phase.uses]
-    pairs = [(use, replace(problem.component(use.component), variants=(of,))) for use, of in zip(phase.uses, variants, strict=True)]
+    pairs = [
+        (use, replace(problem.component(use.component), variants=(of,)))
+        for use, of in zip(phase.uses, variants, strict=True)
+    ]
     return replace(
         phase,
-        uses=tuple(use_with(use, problem.component(use.component), chosen[use.component]) for use in phase.uses),
+        uses=tuple(
+            use_with(use, problem.component(use.component), chosen[use.component])
+            for use in phase.uses
+        ),
         first_bytes=activation_bytes(phase.first_bytes, variants, phase.glue_bytes),
         steady_bytes=activation_bytes(phase.steady_bytes, variants, phase.glue_bytes),
         helper_bytes=tuple(
-            (helper_bytes(phase.first_bytes, pairs, number), helper_bytes(phase.steady_bytes, pairs, number))
+            (
+                helper_bytes(phase.first_bytes, pairs, number),
+                helper_bytes(phase.steady_bytes, pairs, number),
+            )
             for number in range(1, len(problem.helpers) + 1)
         ),
-        trace=phase.trace.with_scratch({name: variant.scratch_bytes for name, variant in chosen.items()}),
+        trace=phase.trace.with_scratch(
+            {name: variant.scratch_bytes for name, variant in chosen.items()}
+        ),
     )
 
 
@@ -175,7 +246,11 @@ def _variant(problem: Problem, component: ComponentNumbers, name: str | None) ->
         if variant.name == name:
             return variant
     known = ", ".join(variant.name for variant in usable) or "none that is allowed"
-    found = f"{component.name} has no {name!r}" if name else f"the plan chooses none for {component.name}"
+    found = (
+        f"{component.name} has no {name!r}"
+        if name
+        else f"the plan chooses none for {component.name}"
+    )
     raise PlanError(f"variant: {found}; it has {known}")
 
 
@@ -183,7 +258,9 @@ def _option(problem: Problem, stage: str, name: str) -> tuple[PhaseNumbers, ...]
     for option in problem.options:
         if (option.stage, option.name) == (stage, name):
             if option.needs and option.needs not in problem.allow:
-                raise PlanError(f"option: {name} of {stage} changes the output, and {option.needs} is not allowed")
+                raise PlanError(
+                    f"option: {name} of {stage} changes the output, and {option.needs} is not allowed"
+                )
             return option.phases
     raise PlanError(f"option: the problem has no {name!r} for stage {stage!r}")
 
@@ -193,15 +270,20 @@ def _require_order(problem: Problem, order: tuple[str, ...]) -> None:
     if order == stages:
         return
     if sorted(order) != sorted(stages) or problem.precedence is None:
-        raise PlanError(f"order: the problem has the stages {' '.join(stages)}, the plan {' '.join(order)}")
+        raise PlanError(
+            f"order: the problem has the stages {' '.join(stages)}, the plan {' '.join(order)}"
+        )
     position = {stage: number for number, stage in enumerate(order)}
     for earlier, later in problem.precedence:
         if position[earlier] > position[later]:
             raise PlanError(f"order: {later} depends on {earlier}, so it must come after it")
 
 
-def with_live_range(value: ValueNumbers, order: Sequence[str], phases: Sequence[PhaseNumbers]) -> ValueNumbers:
-    """``value`` with its first and last live phase for stages in ``order``; unchanged if no later stage consumes it."""
+def with_live_range(
+    value: ValueNumbers, order: Sequence[str], phases: Sequence[PhaseNumbers]
+) -> ValueNumbers:
+    """``value`` with its first and last live phase for stages in ``order``; unchanged if no later
+    stage consumes it."""
     position = {stage: number for number, stage in enumerate(order)}
     last = max((position[stage] for stage in value.consumers if stage in position), default=-1)
     begin = position.get(value.producer, -1)

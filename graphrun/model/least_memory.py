@@ -1,10 +1,12 @@
-"""Least device memory of each phase, in exact integer bytes, for one variant per component. Needs no solver.
+"""Least device memory of each phase, in exact integer bytes, for one variant per component. Needs
+no solver.
 
-Blocks that a slot uses and that cannot be streamed must be resident. All others pass through a ring with room for the largest of
-them; to keep that block resident would take as much. A load slot never needs more than the first slot.
+Blocks that a slot uses and that cannot be streamed must be resident. All others pass through a ring
+with room for the largest of them; to keep that block resident would take as much. A load slot never
+needs more than the first slot.
 
-    first    | resident: not streamable | ring | first activation  | values + live-in |
-    steady   | resident: not streamable | ring | steady activation | values + live-in |  <= effective budget
+    first    | resident: not streamable | ring | first activation  | values + live-in | steady   |
+    resident: not streamable | ring | steady activation | values + live-in |  <= effective budget
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ PARTS: tuple[Part, ...] = ("first", "steady")
 class PhaseMinimum:
     """Least device bytes of a phase, in whichever slot (``part``: first or steady) needs more.
 
-    ``weights_bytes``: blocks that must be resident because they cannot be streamed. ``values_bytes`` includes the phase's live-in
-    bytes. ``available_bytes``: the effective budget.
+    ``weights_bytes``: blocks that must be resident because they cannot be streamed.
+    ``values_bytes`` includes the phase's live-in bytes. ``available_bytes``: the effective budget.
     """
 
     stage: str
@@ -56,22 +58,32 @@ def used_components(problem: Problem) -> tuple[ComponentNumbers, ...]:
 
 
 def needed_components(problem: Problem) -> tuple[ComponentNumbers, ...]:
-    """Components of which some phase runs a block, in the problem's order. In a session: all that some phase calls.
+    """Components of which some phase runs a block, in the problem's order. In a session: all that
+    some phase calls.
 
     The backing store of any other component is dropped before the first slot.
     """
-    names = {use.component for phase in problem.phases for use in phase.uses if any(use.group_calls) or problem.runs > 1}
+    names = {
+        use.component
+        for phase in problem.phases
+        for use in phase.uses
+        if any(use.group_calls) or problem.runs > 1
+    }
     return tuple(component for component in problem.components if component.name in names)
 
 
 def streamable_groups(component: ComponentNumbers, number: int = 0) -> tuple[bool, ...]:
-    """Per block group: whether it may be streamed in variant ``number``. A variant that is not movable cannot be streamed."""
+    """Per block group: whether it may be streamed in variant ``number``. A variant that is not
+    movable cannot be streamed."""
     variant = component.variants[number]
-    return tuple(of.streamable and variant.streamable and variant.movable for of in component.groups)
+    return tuple(
+        of.streamable and variant.streamable and variant.movable for of in component.groups
+    )
 
 
 def least_memory(problem: Problem) -> tuple[PhaseMinimum, ...]:
-    """Least device memory of each phase, with every component's first variant and no value spilled."""
+    """Least device memory of each phase, with every component's first variant and no value
+    spilled."""
     found, held = [], dict[str, set[int]]()
     for index, phase in enumerate(problem.phases):
         values = problem.value_bytes(index) + phase.live_in_bytes
@@ -92,41 +104,69 @@ def least_memory(problem: Problem) -> tuple[PhaseMinimum, ...]:
             for part in PARTS:
                 resident, ring = _resident_and_ring(problem, component, use, phase, part)
                 fixed[part], rings[part] = fixed[part] + resident, rings[part] + ring
-        both = [_minimum(problem, phase, part, weights + fixed[part], rings[part], values) for part in ("first", "steady")]
-        found.append(both[1] if phase.steady_calls and both[1].total_bytes > both[0].total_bytes else both[0])
+        both = [
+            _minimum(problem, phase, part, weights + fixed[part], rings[part], values)
+            for part in ("first", "steady")
+        ]
+        found.append(
+            both[1] if phase.steady_calls and both[1].total_bytes > both[0].total_bytes else both[0]
+        )
     return tuple(found)
 
 
-def least_weights(problem: Problem, component: ComponentNumbers, phase: PhaseNumbers, use: Use, number: int) -> int:
-    """Least bytes of weights, ring and activation that ``phase`` needs for ``use`` of ``component`` in variant ``number``."""
+def least_weights(
+    problem: Problem, component: ComponentNumbers, phase: PhaseNumbers, use: Use, number: int
+) -> int:
+    """Least bytes of weights, ring and activation that ``phase`` needs for ``use`` of ``component``
+    in variant ``number``."""
     if component.variants[number].device != "device":
         return 0
     found = []
     for part in PARTS:
         resident, ring = _resident_and_ring(problem, component, use, phase, part, number)
-        found.append(resident + ring + (phase.first_bytes if part == "first" else phase.steady_bytes))
+        found.append(
+            resident + ring + (phase.first_bytes if part == "first" else phase.steady_bytes)
+        )
     return max(found)
 
 
 def _resident_and_ring(
-    problem: Problem, component: ComponentNumbers, use: Use, phase: PhaseNumbers, part: Part, number: int = 0
+    problem: Problem,
+    component: ComponentNumbers,
+    use: Use,
+    phase: PhaseNumbers,
+    part: Part,
+    number: int = 0,
 ) -> tuple[int, int]:
-    """Bytes of ``component`` that must be resident for ``use`` in ``part``, and bytes of the ring for the streamed blocks."""
-    sizes, unstreamed = component.variants[number].block_bytes, problem.demanded(component.name) & {"keep", "whole"}
-    streamed = {k for k, yes in enumerate(streamable_groups(component, number)) if yes and not unstreamed}
+    """Bytes of ``component`` that must be resident for ``use`` in ``part``, and bytes of the ring
+    for the streamed blocks."""
+    sizes, unstreamed = (
+        component.variants[number].block_bytes,
+        problem.demanded(component.name) & {"keep", "whole"},
+    )
+    streamed = {
+        k for k, yes in enumerate(streamable_groups(component, number)) if yes and not unstreamed
+    }
     used = {k for k, calls in enumerate(use.group_calls_in(part)) if calls}
     ring = max((sizes[k] for k in used & streamed), default=0)
     return _group_bytes(component, used - streamed, number), round_up(ring, ALLOCATION_BYTES)
 
 
-def _minimum(problem: Problem, phase: PhaseNumbers, part: Part, weights: int, ring: int, values: int) -> PhaseMinimum:
+def _minimum(
+    problem: Problem, phase: PhaseNumbers, part: Part, weights: int, ring: int, values: int
+) -> PhaseMinimum:
     variants = [problem.component(use.component).variants[0] for use in phase.uses]
-    activation = activation_bytes(phase.first_bytes if part == "first" else phase.steady_bytes, variants, phase.glue_bytes)
-    return PhaseMinimum(phase.stage, phase.name, part, weights, ring, activation, values, problem.effective_bytes)
+    activation = activation_bytes(
+        phase.first_bytes if part == "first" else phase.steady_bytes, variants, phase.glue_bytes
+    )
+    return PhaseMinimum(
+        phase.stage, phase.name, part, weights, ring, activation, values, problem.effective_bytes
+    )
 
 
 def _group_bytes(component: ComponentNumbers, groups: Iterable[int], number: int = 0) -> int:
-    """Device bytes of all blocks of ``groups``, without those on helpers, each block rounded up to an allocation."""
+    """Device bytes of all blocks of ``groups``, without those on helpers, each block rounded up to
+    an allocation."""
     sizes = component.variants[number].block_bytes
     here = (k for k in groups if not component.groups[k].helper)
     return sum(len(component.groups[k].blocks) * round_up(sizes[k], ALLOCATION_BYTES) for k in here)

@@ -1,12 +1,14 @@
 """A `Plan`: slots with actions, its text form, and the parser of that text.
 
-A plan stores no peak and no time; `simulate` computes them. Whether a plan is valid for a problem is for `check` to say.
+A plan stores no peak and no time; `simulate` computes them. Whether a plan is valid for a problem
+is for `check` to say.
 
-finds vae all                                on the device when the first slot begins, where that is anything
-leaves vae all                               likewise, when a run of a session ends
-variant transformer nf4 pinned device        chosen variant of a component that has several
-variant vae bfloat16 pinned device1          likewise; it computes on the first helper
-split transformer device1 double[12-18]      blocks in a row that compute on the first helper, as the groups ``double@1``; both are
+finds vae all                                on the device when the first slot begins, where that is
+anything leaves vae all                               likewise, when a run of a session ends variant
+transformer nf4 pinned device        chosen variant of a component that has several variant vae
+bfloat16 pinned device1          likewise; it computes on the first helper split transformer device1
+double[12-18]      blocks in a row that compute on the first helper, as the groups ``double@1``;
+both are
                                              numbered anew from 0
 option decode tiling                         chosen option of a stage, if any
 order encode denoise decode                  order of the stages, if not the problem's
@@ -33,7 +35,8 @@ from graphrun.units import GIB, KIB, MIB
 
 Part = Literal["load", "first", "steady", "end"]
 
-# Blocks of a component: None means all; else (group name, block indices in ascending order) per block group, in group order.
+# Blocks of a component: None means all; else (group name, block indices in ascending order) per
+# block group, in group order.
 Blocks = tuple[tuple[str, tuple[int, ...]], ...] | None
 
 # A component, the number of a helper, and its blocks that compute there.
@@ -42,9 +45,11 @@ Split = tuple[str, int, Blocks]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Copy blocks from the component's backing store to the device, asynchronously on the copy stream.
+    """Copy blocks from the component's backing store to the device, asynchronously on the copy
+    stream.
 
-    The barrier at the slot's end waits for the copies. If the slot itself computes with a block, that compute waits for its copy.
+    The barrier at the slot's end waits for the copies. If the slot itself computes with a block,
+    that compute waits for its copy.
     """
 
     component: str
@@ -62,8 +67,9 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Run the component with the blocks ``keep`` resident; every other block that the slot's calls need is copied through a ring of
-    ``ring_bytes`` in each call. ``keep`` includes the blocks that the same slot loads."""
+    """Run the component with the blocks ``keep`` resident; every other block that the slot's calls
+    need is copied through a ring of ``ring_bytes`` in each call. ``keep`` includes the blocks that
+    the same slot loads."""
 
     component: str
     keep: Blocks
@@ -91,7 +97,8 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Read the component from disk into its backing store, concurrently with the other actions of the slot.
+    """Read the component from disk into its backing store, concurrently with the other actions of
+    the slot.
 
     A block may be copied to the device as soon as it has been read.
     """
@@ -113,9 +120,9 @@ Action = Load | Evict | Stream | Run | Spill | Restore | Read | Drop
 class Slot:
     """One part of a phase; it ends with a barrier.
 
-    ``phase``: `PhaseNumbers.name`; "" for the last slot, whose part is ``end`` and which returns the device to its baseline.
-    ``calls``: rounds in the slot; in each, every component with calls left is called once. 0 in load and end, 1 in first, all other
-    rounds in steady.
+    ``phase``: `PhaseNumbers.name`; "" for the last slot, whose part is ``end`` and which returns
+    the device to its baseline. ``calls``: rounds in the slot; in each, every component with calls
+    left is called once. 0 in load and end, 1 in first, all other rounds in steady.
     """
 
     phase: str
@@ -128,10 +135,11 @@ class Slot:
 class Plan:
     """Slots in order, for the problem whose digest is ``problem``.
 
-    ``variants``: (component, `Variant.name`) for each component that has several. ``options``: (stage, `StageOption.name`).
-    ``order``: stages; empty if it is the problem's order. ``again``: slots of every run of a session after the first.
-    ``finds``: (component, blocks) on the device when ``slots`` begin; ``leaves``: those when any run of a session ends, so that
-    ``again`` begins with them. ``splits``: (component, number of the helper, blocks that compute there).
+    ``variants``: (component, `Variant.name`) for each component that has several. ``options``:
+    (stage, `StageOption.name`). ``order``: stages; empty if it is the problem's order. ``again``:
+    slots of every run of a session after the first. ``finds``: (component, blocks) on the device
+    when ``slots`` begin; ``leaves``: those when any run of a session ends, so that ``again`` begins
+    with them. ``splits``: (component, number of the helper, blocks that compute there).
     """
 
     problem: str
@@ -164,7 +172,8 @@ class Plan:
 class Violation:
     """A rule of `check` that a plan breaks.
 
-    ``slot``, ``action``: indices; -1 means the whole plan, or the whole slot. ``detail``: what was expected and found, with bytes.
+    ``slot``, ``action``: indices; -1 means the whole plan, or the whole slot. ``detail``: what was
+    expected and found, with bytes.
     """
 
     rule: str
@@ -180,7 +189,8 @@ UNITS = {"GiB": GIB, "MiB": MIB, "KiB": KIB, "B": 1}
 
 
 def blocks_text(blocks: Blocks) -> str:
-    """``all``, ``none``, or each group with its block indices, three or more in a row as a range: ``double[0,8] single[0-11]``."""
+    """``all``, ``none``, or each group with its block indices, three or more in a row as a range:
+    ``double[0,8] single[0-11]``."""
     if blocks is None:
         return "all"
     return " ".join(f"{name}[{_indices_text(indices)}]" for name, indices in blocks) or "none"
@@ -193,7 +203,9 @@ def _indices_text(indices: tuple[int, ...]) -> str:
             runs[-1].append(index)
         else:
             runs.append([index])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+    return ",".join(
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs
+    )
 
 
 def action_text(action: Action) -> str:
@@ -219,12 +231,16 @@ def slot_text(slot: Slot) -> str:
 
 
 def plan_text(plan: Plan) -> str:
-    """The text form, without a final newline: the problem's digest, the choices, then each slot with its actions indented."""
+    """The text form, without a final newline: the problem's digest, the choices, then each slot
+    with its actions indented."""
     lines = [f"plan {plan.problem}"]
     lines += [f"finds {component} {blocks_text(blocks)}" for component, blocks in plan.finds]
     lines += [f"leaves {component} {blocks_text(blocks)}" for component, blocks in plan.leaves]
     lines += [f"variant {component} {name}" for component, name in plan.variants]
-    lines += [f"split {component} device{helper} {blocks_text(blocks)}" for component, helper, blocks in plan.splits]
+    lines += [
+        f"split {component} device{helper} {blocks_text(blocks)}"
+        for component, helper, blocks in plan.splits
+    ]
     lines += [f"option {stage} {name}" for stage, name in plan.options]
     lines += [f"order {' '.join(plan.order)}"] if plan.order else []
     for number, slot in enumerate((*plan.slots, *plan.again)):
@@ -234,10 +250,12 @@ def plan_text(plan: Plan) -> str:
 
 
 def parse(text: str, name: str = "plan", lists: BlockLists | None = None) -> Plan:
-    """Parse a plan's text form: ``parse(str(plan)) == plan``. ``#`` starts a comment; blank lines and indentation are ignored.
+    """Parse a plan's text form: ``parse(str(plan)) == plan``. ``#`` starts a comment; blank lines
+    and indentation are ignored.
 
-    Raises PlanError with ``name:line`` and what was expected there, and for more blocks than the limit ``placements``. Checks
-    syntax only; `check` validates the plan. ``lists``: of all plans in a file, which count towards that limit together.
+    Raises PlanError with ``name:line`` and what was expected there, and for more blocks than the
+    limit ``placements``. Checks syntax only; `check` validates the plan. ``lists``: of all plans in
+    a file, which count towards that limit together.
     """
     digest: str | None = None
     lists = lists or BlockLists()
@@ -249,7 +267,10 @@ def parse(text: str, name: str = "plan", lists: BlockLists | None = None) -> Pla
             continue
         if digest is None:
             if not (match := re.fullmatch(r"plan (\S+)", line)):
-                raise PlanError(f"expected 'plan DIGEST', the digest of the plan's problem, found {quoted(line)}", where)
+                raise PlanError(
+                    f"expected 'plan DIGEST', the digest of the plan's problem, found {quoted(line)}",
+                    where,
+                )
             digest = match[1]
         elif not runs[0] and (verb := line.split()[0]) in choices:
             choices[verb].append(_choice(verb, line, where))
@@ -258,7 +279,10 @@ def parse(text: str, name: str = "plan", lists: BlockLists | None = None) -> Pla
         elif line.split()[0] == "slot":
             runs[-1].append((*_parse_slot(line, where), []))
         elif not runs[-1]:
-            raise PlanError(f"expected a slot, as in 'slot encode/0:text_encoder load', found {quoted(line)}", where)
+            raise PlanError(
+                f"expected a slot, as in 'slot encode/0:text_encoder load', found {quoted(line)}",
+                where,
+            )
         else:
             runs[-1][-1][3].append(_parse_action(line, where, lists))
     if digest is None:
@@ -267,13 +291,28 @@ def parse(text: str, name: str = "plan", lists: BlockLists | None = None) -> Pla
         tuple(Slot(phase, part, calls, tuple(actions)) for phase, part, calls, actions in run)
         for run in (runs[0], runs[1] if len(runs) > 1 else [])
     )
-    variants, options = (tuple(_pair(line) for line in choices[verb]) for verb in ("variant", "option"))
+    variants, options = (
+        tuple(_pair(line) for line in choices[verb]) for verb in ("variant", "option")
+    )
     finds, leaves = (
-        tuple((component, lists.parse(blocks, name)) for component, blocks in map(_pair, choices[verb]))
+        tuple(
+            (component, lists.parse(blocks, name))
+            for component, blocks in map(_pair, choices[verb])
+        )
         for verb in ("finds", "leaves")
     )
     splits = tuple(_split(line, name, lists) for line in choices["split"])
-    return Plan(digest, first, variants, options, tuple(" ".join(choices["order"]).split()), again, finds, leaves, splits)
+    return Plan(
+        digest,
+        first,
+        variants,
+        options,
+        tuple(" ".join(choices["order"]).split()),
+        again,
+        finds,
+        leaves,
+        splits,
+    )
 
 
 def _choice(verb: str, line: str, where: str) -> str:
@@ -310,16 +349,26 @@ CHOICE_LINES: Mapping[str, tuple[str, str]] = {
 def _parse_slot(line: str, where: str) -> tuple[str, Part, int]:
     match = re.fullmatch(r"slot (?:(\S+) (load|first|steady)|(end))(?: x([0-9]{1,20}))?", line)
     if not match:
-        raise PlanError(f"expected 'slot PHASE load|first|steady [xCALLS]' or 'slot end', found {quoted(line)}", where)
+        raise PlanError(
+            f"expected 'slot PHASE load|first|steady [xCALLS]' or 'slot end', found {quoted(line)}",
+            where,
+        )
     phase, part, calls = match[1] or "", match[2] or match[3], match[4]
     if calls is None and part == "steady":
-        raise PlanError(f"expected the calls of a steady slot, as in 'slot {phase[:100]} steady x27', found {quoted(line)}", where)
+        raise PlanError(
+            f"expected the calls of a steady slot, as in 'slot {phase[:100]} steady x27', found {quoted(line)}",
+            where,
+        )
     return phase, cast(Part, part), int(calls) if calls else PART_CALLS[part]
 
 
 # First word of an action's line -> its type, its pattern, and the form shown in errors.
 ACTION_LINES: Mapping[str, tuple[type[Action], str, str]] = {
-    "load": (Load, r"load (\S+) (.+) from (pinned|pageable|disk)", "load COMPONENT BLOCKS from pinned|pageable|disk"),
+    "load": (
+        Load,
+        r"load (\S+) (.+) from (pinned|pageable|disk)",
+        "load COMPONENT BLOCKS from pinned|pageable|disk",
+    ),
     "evict": (Evict, r"evict (\S+) (.+)", "evict COMPONENT BLOCKS"),
     "stream": (
         Stream,
@@ -337,7 +386,9 @@ ACTION_LINES: Mapping[str, tuple[type[Action], str, str]] = {
 def _parse_action(line: str, where: str, lists: BlockLists) -> Action:
     verb = line.split()[0]
     if verb not in ACTION_LINES:
-        raise PlanError(f"expected slot or one of {', '.join(ACTION_LINES)}, found {quoted(verb)}", where)
+        raise PlanError(
+            f"expected slot or one of {', '.join(ACTION_LINES)}, found {quoted(verb)}", where
+        )
     kind, pattern, shape = ACTION_LINES[verb]
     if not (match := re.fullmatch(pattern, line)):
         raise PlanError(f"expected '{shape}', found {quoted(line)}", where)
@@ -350,7 +401,8 @@ def _parse_action(line: str, where: str, lists: BlockLists) -> Action:
 
 
 class BlockLists:
-    """Parses the lists of blocks in one file. Counts the blocks that they name together before it expands a range."""
+    """Parses the lists of blocks in one file. Counts the blocks that they name together before it
+    expands a range."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -361,16 +413,26 @@ class BlockLists:
             return None if text == "all" else ()
         groups: dict[str, tuple[int, ...]] = {}
         for item in text.split():
-            match = re.fullmatch(r"([^\s\[\]]+)\[(\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*)\]", item)
+            match = re.fullmatch(
+                r"([^\s\[\]]+)\[(\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*)\]", item
+            )
             if not match:
                 expected = "blocks as 'all', 'none' or 'double[0,8,16] single[0-11,24]'"
                 raise PlanError(f"expected {expected}, found {quoted(item)}", where)
             ends = [[int(end) for end in run.split("-")] for run in match[2].split(",")]
-            ascending = all(run[0] <= run[-1] for run in ends) and all(a[-1] < b[0] for a, b in pairwise(ends))
+            ascending = all(run[0] <= run[-1] for run in ends) and all(
+                a[-1] < b[0] for a, b in pairwise(ends)
+            )
             if match[1] in groups or not ascending:
                 expected = "each block group once and its blocks in ascending order"
                 raise PlanError(f"expected {expected}, found {quoted(item)}", where)
             self._count += sum(run[-1] - run[0] + 1 for run in ends)
-            require("placements", self._count, f"the plan names {self._count:,} blocks up to here", where, PlanError)
+            require(
+                "placements",
+                self._count,
+                f"the plan names {self._count:,} blocks up to here",
+                where,
+                PlanError,
+            )
             groups[match[1]] = tuple(index for run in ends for index in range(run[0], run[-1] + 1))
         return tuple(groups.items())

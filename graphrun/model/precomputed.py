@@ -1,7 +1,9 @@
-"""Removes work that is already done from a problem: stages whose outputs are precomputed, and finished steps of a loop.
+"""Removes work that is already done from a problem: stages whose outputs are precomputed, and
+finished steps of a loop.
 
 encode/0 encode/1 denoise/0 decode/0     encode precomputed ->           denoise/0 decode/0
-    embeds ------------------->                                  embeds ----------->           live from the start
+    embeds ------------------->                                  embeds ----------->           live
+    from the start
 """
 
 from __future__ import annotations
@@ -14,11 +16,14 @@ from graphrun.model.choices import stages_of, with_live_range
 from graphrun.model.problem import PhaseNumbers, Problem, Use
 
 
-def without(problem: Problem, kept: Collection[str], precomputed: Collection[str], graph_digest: str) -> Problem:
-    """``problem`` with only the stages ``kept``; the outputs of the stages ``precomputed`` are on the device from the start.
+def without(
+    problem: Problem, kept: Collection[str], precomputed: Collection[str], graph_digest: str
+) -> Problem:
+    """``problem`` with only the stages ``kept``; the outputs of the stages ``precomputed`` are on
+    the device from the start.
 
-    Drops the phases, components, options, directives and values that no kept stage needs. ``graph_digest``: digest of the graph
-    reduced to the same stages.
+    Drops the phases, components, options, directives and values that no kept stage needs.
+    ``graph_digest``: digest of the graph reduced to the same stages.
     """
     order = tuple(stage for stage in stages_of(problem) if stage in kept)
     phases = tuple(phase for phase in problem.phases if phase.stage in kept)
@@ -26,7 +31,11 @@ def without(problem: Problem, kept: Collection[str], precomputed: Collection[str
     options = tuple(option for option in problem.options if option.stage in kept)
     used |= {use.component for option in options for phase in option.phases for use in phase.uses}
     values = (
-        with_live_range(replace(value, consumers=tuple(name for name in value.consumers if name in kept)), order, phases)
+        with_live_range(
+            replace(value, consumers=tuple(name for name in value.consumers if name in kept)),
+            order,
+            phases,
+        )
         for value in problem.values
     )
     pairs = tuple(pair for pair in problem.precedence or () if set(pair) <= set(kept))
@@ -37,22 +46,32 @@ def without(problem: Problem, kept: Collection[str], precomputed: Collection[str
         phases=phases,
         values=tuple(value for value in values if value.consumers),
         options=options,
-        directives=tuple(directive for directive in problem.directives if directive.component in used),
+        directives=tuple(
+            directive for directive in problem.directives if directive.component in used
+        ),
         precedence=pairs if problem.precedence is not None and len(order) > 1 else None,
         precomputed=tuple(sorted(precomputed)),
     )
 
 
 def shortened(problem: Problem, done: Mapping[str, tuple[int, int]]) -> Problem:
-    """``problem`` without the calls of finished steps. ``done``: stage -> (finished steps, all steps).
+    """``problem`` without the calls of finished steps. ``done``: stage -> (finished steps, all
+    steps).
 
-    Raises InputError if a stage in ``done`` does not make the same number of calls in each step, or if no step remains.
+    Raises InputError if a stage in ``done`` does not make the same number of calls in each step, or
+    if no step remains.
     """
     return replace(
         problem,
-        phases=tuple(_shortened(phase, *done[phase.stage]) if phase.stage in done else phase for phase in problem.phases),
+        phases=tuple(
+            _shortened(phase, *done[phase.stage]) if phase.stage in done else phase
+            for phase in problem.phases
+        ),
         options=tuple(
-            replace(option, phases=tuple(_shortened(phase, *done[option.stage]) for phase in option.phases))
+            replace(
+                option,
+                phases=tuple(_shortened(phase, *done[option.stage]) for phase in option.phases),
+            )
             if option.stage in done
             else option
             for option in problem.options
@@ -62,8 +81,12 @@ def shortened(problem: Problem, done: Mapping[str, tuple[int, int]]) -> Problem:
 
 def _shortened(phase: PhaseNumbers, finished: int, steps: int) -> PhaseNumbers:
     def remaining(use: Use) -> Use:
-        if not 0 <= finished < steps or any(calls % steps for calls in (use.calls, *use.group_calls)):
-            raise InputError(f"{phase.name}: {use.calls} calls of {use.component} cannot be divided into {steps} steps")
+        if not 0 <= finished < steps or any(
+            calls % steps for calls in (use.calls, *use.group_calls)
+        ):
+            raise InputError(
+                f"{phase.name}: {use.calls} calls of {use.component} cannot be divided into {steps} steps"
+            )
         share = steps - finished
         return replace(
             use,

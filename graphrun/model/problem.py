@@ -1,10 +1,12 @@
-"""A `Problem`: the sizes, times and limits a plan is computed from. Pure, frozen data: no torch, no I/O.
+"""A `Problem`: the sizes, times and limits a plan is computed from. Pure, frozen data: no torch, no
+I/O.
 
 A problem is complete: its JSON form is enough to reproduce a plan, for example in a bug report.
 
-    components    weights: groups of equal blocks, in call order; tensors outside all blocks form a group of one, the remainder
-    phases        activation: bytes beyond those that are live at the phase's entry
-    values        tensors that flow between stages, with the phases in which they are live on the device
+    components    weights: groups of equal blocks, in call order; tensors outside all blocks form a
+    group of one, the remainder phases        activation: bytes beyond those that are live at the
+    phase's entry values        tensors that flow between stages, with the phases in which they are
+    live on the device
 
     bytes on the device while a phase runs
     |                   .-- activation --.
@@ -30,27 +32,31 @@ Basis = Literal["measured", "traced", "declared", "prior"]
 BackingStore = Literal["pinned", "pageable", "disk"]
 Placement = Literal["pin", "keep", "exclude", "whole", "drop"]
 
-# Device allocations are multiples of this many bytes (kMinBlockSize of PyTorch's CUDA caching allocator; sim uses the same).
+# Device allocations are multiples of this many bytes (kMinBlockSize of PyTorch's CUDA caching
+# allocator; sim uses the same).
 ALLOCATION_BYTES = 512
 
-# Seconds computed with a prior are within this share of most published ones, of sources that it was not fitted on
-# (benchmarks/results/published.json).
+# Seconds computed with a prior are within this share of most published ones, of sources that it was
+# not fitted on (benchmarks/results/published.json).
 PRIOR_ERROR = 0.25
 
-# Fields that the JSON form leaves out where they are empty: those of further devices, and what few calibrations measure.
+# Fields that the JSON form leaves out where they are empty: those of further devices, and what few
+# calibrations measure.
 _OPTIONAL = ("helpers", "crossing", "helper_bytes", "live_tensors", "helper", "compiled_gain")
 
 
 def _fields_of(record: Any) -> dict[str, Any]:
-    """A dataclass as `json` writes it; it calls this for each. `dataclasses.asdict` copies every number, which takes seconds."""
+    """A dataclass as `json` writes it; it calls this for each. `dataclasses.asdict` copies every
+    number, which takes seconds."""
     pairs = ((of.name, getattr(record, of.name)) for of in fields(record))
     return {name: of for name, of in pairs if of or name not in _OPTIONAL}
 
 
 @dataclass(frozen=True, slots=True)
 class KernelRates:
-    """What kernels reach on a card, by class (`graphrun.profile.costs`), beside `Hardware.flops_per_second` and
-    `Hardware.memory_bytes_per_second`. FLOPs per second; matrix products in fp32 do not use TF32, convolutions do, as in PyTorch.
+    """What kernels reach on a card, by class (`graphrun.profile.costs`), beside
+    `Hardware.flops_per_second` and `Hardware.memory_bytes_per_second`. FLOPs per second; matrix
+    products in fp32 do not use TF32, convolutions do, as in PyTorch.
     """
 
     fp32_flops_per_second: float
@@ -67,7 +73,8 @@ class KernelRates:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A device and its links to host and disk. Units: bytes, bytes per second, floating point operations per second."""
+    """A device and its links to host and disk. Units: bytes, bytes per second, floating point
+    operations per second."""
 
     name: str
     device: str  # "cuda" or "sim"
@@ -79,19 +86,28 @@ class Hardware:
     d2h_bytes_per_second: float
     bidirectional: float  # fraction of h2d bandwidth left while a d2h copy runs
     disk_bytes_per_second: float
-    flops_per_second: float  # of large matrix products in 16 bits, as achieved, not from the data sheet
-    convolution_scratch: bool = True  # whether convolutions use workspace that the dispatcher does not see (cuDNN does)
+    flops_per_second: (
+        float  # of large matrix products in 16 bits, as achieved, not from the data sheet
+    )
+    # whether convolutions use workspace that the dispatcher does not see (cuDNN does)
+    convolution_scratch: bool = True
     caching_allocator: bool = True  # whether a caching allocator reserves more than is allocated
     cpu_flops_per_second: float = 3e11  # of all host cores together, 16-bit
     memory_bytes_per_second: float = 1e12  # device memory, read or write
-    copy_start_seconds: float = 0.0  # latency of one copy between host and device, independent of its size
+    # latency of one copy between host and device, independent of its size
+    copy_start_seconds: float = 0.0
     launch_seconds: float = 0.0  # of the host, to launch a kernel or a copy
     page_lock_seconds: float = 0.0  # to page-lock one byte of host memory
     spares_large_copies: bool = False  # whether convolutions avoid copying outputs of 2 GiB or more
-    page_scale: float = 1.0  # of a caching allocator: size of its pages, relative to those of PyTorch's
-    kernels: KernelRates | None = None  # None: all FLOPs take the same time, and nothing else takes any (sim)
-    d2h_pageable_bytes_per_second: float = 1e9  # to pageable memory that is newly allocated, as ``.to("cpu")`` does
-    compiled_gain: float = 0.0  # seconds of a transformer block over those of its compiled code; 0: not measured
+    # of a caching allocator: size of its pages, relative to those of PyTorch's
+    page_scale: float = 1.0
+    # None: all FLOPs take the same time, and nothing else takes any (sim)
+    kernels: KernelRates | None = None
+    d2h_pageable_bytes_per_second: float = (
+        1e9  # to pageable memory that is newly allocated, as ``.to("cpu")`` does
+    )
+    # seconds of a transformer block over those of its compiled code; 0: not measured
+    compiled_gain: float = 0.0
     basis: Basis = "prior"
 
     @property
@@ -100,19 +116,23 @@ class Hardware:
         return f"{self.device} {self.name}"
 
     def seconds_range(self, seconds: float) -> tuple[float, float]:
-        """The range in which ``seconds`` computed with these rates probably are; a single number unless they are a prior's."""
+        """The range in which ``seconds`` computed with these rates probably are; a single number
+        unless they are a prior's."""
         factor = 1 + PRIOR_ERROR if self.basis == "prior" else 1.0
         return seconds / factor, seconds * factor
 
 
 @dataclass(frozen=True, slots=True)
 class BlockGroup:
-    """Blocks of equal size that are called one after another. In a component split into layers: equal layers of one child module,
-    whose calls may alternate with those of the child's other layers.
+    """Blocks of equal size that are called one after another. In a component split into layers:
+    equal layers of one child module, whose calls may alternate with those of the child's other
+    layers.
 
-    ``blocks``: module paths in the order of their first calls. A tensor belongs to the block with the longest path that is a prefix
-    of the tensor's name; the path ``""`` holds all remaining tensors. A group that is not streamable has one block, which is either
-    resident or absent. ``helper``: number of the helper that the blocks of a split component compute on (`graphrun.model.splits`).
+    ``blocks``: module paths in the order of their first calls. A tensor belongs to the block with
+    the longest path that is a prefix of the tensor's name; the path ``""`` holds all remaining
+    tensors. A group that is not streamable has one block, which is either resident or absent.
+    ``helper``: number of the helper that the blocks of a split component compute on
+    (`graphrun.model.splits`).
     """
 
     name: str
@@ -123,17 +143,22 @@ class BlockGroup:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How a component is held: precision x backing store x compute device. Tuples have one entry per block group.
+    """How a component is held: precision x backing store x compute device. Tuples have one entry
+    per block group.
 
     backing store   in RAM                        copying a block to the device       read from disk
-    pinned          host_bytes, page-locked       load_seconds                        by a `Read` action; before the run if
-                                                                                      read_seconds is ()
-    pageable        host_bytes                    load_seconds (slower)               likewise
-    disk            host_bytes of bounce buffer,  disk_seconds to read, overlapping   at every copy; the bounce buffer exists
+    pinned          host_bytes, page-locked       load_seconds                        by a `Read`
+    action; before the run if
+                                                                                      read_seconds
+                                                                                      is ()
+    pageable        host_bytes                    load_seconds (slower)               likewise disk
+    host_bytes of bounce buffer,  disk_seconds to read, overlapping   at every copy; the bounce
+    buffer exists
                     page-locked                   load_seconds to copy                from the start
 
-    A variant that computes on the CPU is never copied to the device; its backing store is read before the component is called.
-    One that computes on a helper is copied there, is never streamed, and its seconds and rates are those of the helper.
+    A variant that computes on the CPU is never copied to the device; its backing store is read
+    before the component is called. One that computes on a helper is copied there, is never
+    streamed, and its seconds and rates are those of the helper.
     """
 
     precision: str
@@ -146,13 +171,17 @@ class Variant:
     streamable: bool = True
     read_seconds: tuple[float, ...] = ()  # to read one block from disk into the backing store
     disk_seconds: tuple[float, ...] = ()  # to read one block from disk for each copy
-    block_seconds: tuple[float, ...] = ()  # extra compute of one block in one call: dequantization; negative: faster
+    block_seconds: tuple[
+        float, ...
+    ] = ()  # extra compute of one block in one call: dequantization; negative: faster
     slowdown: float = 1.0  # factor on compute time: the device's rate over the CPU's
     scratch_bytes: int = 0  # extra activation while the component computes
     transient_bytes: int = 0  # extra RAM while the backing store is read from disk
     stored_bytes: int = 0  # written to disk for this variant
     read_bytes: tuple[int, ...] = ()  # size of one block in the files, if not block_bytes
-    needs: str = ""  # permission required because the output changes: a precision or "cpu"; "": none
+    needs: str = (
+        ""  # permission required because the output changes: a precision or "cpu"; "": none
+    )
 
     @property
     def name(self) -> str:
@@ -173,9 +202,11 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class ComponentNumbers:
-    """A component: number of parameters, block groups in call order, and the variants that the graph offers.
+    """A component: number of parameters, block groups in call order, and the variants that the
+    graph offers.
 
-    ``granularity``: what the groups consist of. ``layers``: the same component split into layers, None if that is not possible.
+    ``granularity``: what the groups consist of. ``layers``: the same component split into layers,
+    None if that is not possible.
     """
 
     name: str
@@ -188,14 +219,22 @@ class ComponentNumbers:
 
     def weight_bytes(self, variant: int = 0) -> int:
         """Device bytes of all blocks of variant number ``variant``."""
-        return sum(len(k.blocks) * b for k, b in zip(self.groups, self.variants[variant].block_bytes, strict=True))
+        return sum(
+            len(k.blocks) * b
+            for k, b in zip(self.groups, self.variants[variant].block_bytes, strict=True)
+        )
 
     def held_as(self, variant: str, *, anywhere: bool = False) -> ComponentNumbers:
-        """The component, and its `layers`, with only the variant of this name, which no longer requires a permission. ``anywhere``:
-        if that computes on the device or a helper, also those that differ from it in which of these they compute on."""
+        """The component, and its `layers`, with only the variant of this name, which no longer
+        requires a permission. ``anywhere``: if that computes on the device or a helper, also those
+        that differ from it in which of these they compute on."""
         names, weights = {variant}, variant.rpartition(" ")[0]
         if anywhere and not variant.endswith(" cpu"):
-            names |= {of.name for of in self.variants if of.device != "cpu" and of.name.rpartition(" ")[0] == weights}
+            names |= {
+                of.name
+                for of in self.variants
+                if of.device != "cpu" and of.name.rpartition(" ")[0] == weights
+            }
         kept = tuple(replace(of, needs="") for of in self.variants if of.name in names)
         layers = self.layers and self.layers.held_as(variant, anywhere=anywhere)
         return replace(self, variants=kept, layers=layers if layers and layers.streamable else None)
@@ -209,15 +248,15 @@ class ComponentNumbers:
 class LiveTensor(NamedTuple):
     """A tensor of ``nbytes`` that blocks of a call get or return.
 
-    ``maker``: number of the block that makes it; 0: other code. ``users``: numbers of the blocks that get it, sorted, and 0 first
-    where other code may read it. Blocks are numbered from 1 in call order, without the remainder. ``given``: it is there before the
-    call.
+    ``maker``: number of the block that makes it; 0: other code. ``users``: numbers of the blocks
+    that get it, sorted, and 0 first where other code may read it. Blocks are numbered from 1 in
+    call order, without the remainder. ``given``: it is there before the call.
 
-        block    1        2       code      3          tensor  maker  users
-        a        makes -> gets                         a       1      (2,)      stays where both are
-        b                 makes --> reads              b       2      (0,)      crosses back
-        c                           makes --> gets     c       0      (3,)      crosses to where 3 is
-        d        gets     gets                gets     d       0      (1, 2, 3) crosses once
+        block    1        2       code      3          tensor  maker  users a        makes -> gets
+        a       1      (2,)      stays where both are b                 makes --> reads
+        b       2      (0,)      crosses back c                           makes --> gets     c
+        0      (3,)      crosses to where 3 is d        gets     gets                gets     d
+        0      (1, 2, 3) crosses once
     """
 
     nbytes: int
@@ -230,13 +269,16 @@ class LiveTensor(NamedTuple):
 class Use:
     """How a phase uses a component. Indices k are block groups.
 
-    ``calls``: calls of the component. ``group_calls[k]``: calls in which the blocks of group k run (0: not needed in this phase).
-    ``seconds[k]``: compute of ONE block of group k in ONE call, all its passes together. ``order``: compute of one call in order,
-    as (group, block within it, seconds), with the remainder's compute before, between and after the blocks; empty: group by
-    group, block by block. ``passes[k]``: how often a block of group k runs in one call; empty: once. ``layers``: the same use
-    with the component split into layers. ``crossing``: bytes of the tensors that one call gets and of those that it returns, which
-    cross to a helper and back where it computes there; only in problems with helpers. ``live_tensors``: those that pass between the
-    blocks of a call, and between them and other code; empty where blocks may not compute on several devices, and without helpers.
+    ``calls``: calls of the component. ``group_calls[k]``: calls in which the blocks of group k run
+    (0: not needed in this phase). ``seconds[k]``: compute of ONE block of group k in ONE call, all
+    its passes together. ``order``: compute of one call in order, as (group, block within it,
+    seconds), with the remainder's compute before, between and after the blocks; empty: group by
+    group, block by block. ``passes[k]``: how often a block of group k runs in one call; empty:
+    once. ``layers``: the same use with the component split into layers. ``crossing``: bytes of the
+    tensors that one call gets and of those that it returns, which cross to a helper and back where
+    it computes there; only in problems with helpers. ``live_tensors``: those that pass between the
+    blocks of a call, and between them and other code; empty where blocks may not compute on several
+    devices, and without helpers.
     """
 
     component: str
@@ -258,21 +300,28 @@ class Use:
         return {"first": min(1, self.calls), "steady": max(0, self.calls - 1)}.get(part, 0)
 
     def group_calls_in(self, part: str) -> tuple[int, ...]:
-        """Calls per group in the slot ``part``: at most one in ``first``, all others in ``steady``, none elsewhere."""
+        """Calls per group in the slot ``part``: at most one in ``first``, all others in ``steady``,
+        none elsewhere."""
         if part == "first":
             return tuple(min(1, n) for n in self.group_calls)
-        return tuple(max(0, n - 1) for n in self.group_calls) if part == "steady" else tuple(0 for _ in self.group_calls)
+        return (
+            tuple(max(0, n - 1) for n in self.group_calls)
+            if part == "steady"
+            else tuple(0 for _ in self.group_calls)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseNumbers:
-    """A part of a stage in which the same components are called, from its first call to the first call of the next phase.
+    """A part of a stage in which the same components are called, from its first call to the first
+    call of the next phase.
 
-    ``live_in_bytes``: device bytes live at its entry beyond weights and `values`: the op's inputs and locals. They count in the
-    load slot too. ``first_bytes``, ``steady_bytes``: peak bytes beyond weights, values and live-in bytes, up to the end of every
-    component's first call, and after it. ``glue_bytes``: that peak if all components compute on the CPU: tensors made by the op's
-    own code, and what the calls return. ``helper_bytes``: per helper, bytes of activation and of what crossed to it, in the first
-    and in the steady slot; `apply_choices` sets it.
+    ``live_in_bytes``: device bytes live at its entry beyond weights and `values`: the op's inputs
+    and locals. They count in the load slot too. ``first_bytes``, ``steady_bytes``: peak bytes
+    beyond weights, values and live-in bytes, up to the end of every component's first call, and
+    after it. ``glue_bytes``: that peak if all components compute on the CPU: tensors made by the
+    op's own code, and what the calls return. ``helper_bytes``: per helper, bytes of activation and
+    of what crossed to it, in the first and in the steady slot; `apply_choices` sets it.
     """
 
     stage: str
@@ -293,14 +342,15 @@ class PhaseNumbers:
 
     @property
     def steady_calls(self) -> int:
-        """Calls after the first, of the component with the most; 0 means that the phase has no steady slot."""
+        """Calls after the first, of the component with the most; 0 means that the phase has no
+        steady slot."""
         return max((use.calls - 1 for use in self.uses), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class ValueNumbers:
-    """A value that flows between stages. ``nbytes``: on the device. It is live at the entry of the phases ``first_phase`` to
-    ``last_phase`` (inclusive indices into `Problem.phases`)."""
+    """A value that flows between stages. ``nbytes``: on the device. It is live at the entry of the
+    phases ``first_phase`` to ``last_phase`` (inclusive indices into `Problem.phases`)."""
 
     name: str
     nbytes: int
@@ -312,20 +362,23 @@ class ValueNumbers:
     storages: tuple[int, ...] = ()  # keys in the phases' traces
 
     def copy_seconds(self, hardware: Hardware, *, to_host: bool) -> float:
-        """To copy it to the host or back. It is not page-locked there. One copy for each storage."""
+        """To copy it to the host or back. It is not page-locked there. One copy for each
+        storage."""
         rate = hardware.d2h_bytes_per_second if to_host else hardware.h2d_bytes_per_second
-        return len(self.storages) * hardware.copy_start_seconds + self.nbytes / min(rate, hardware.pageable_bytes_per_second)
+        return len(self.storages) * hardware.copy_start_seconds + self.nbytes / min(
+            rate, hardware.pageable_bytes_per_second
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Directive:
     """A placement that every plan must follow for a component, even if another one is faster.
 
-    pin       the backing store is pinned
-    keep      all blocks stay on the device from their first use to the end of the run
-    exclude   no streamable block stays on the device: all are streamed in every call
-    whole     never streamed: all blocks are on the device in every slot that computes with the component
-    drop      on the device during its own phases only, and loaded again for each of them
+    pin       the backing store is pinned keep      all blocks stay on the device from their first
+    use to the end of the run exclude   no streamable block stays on the device: all are streamed in
+    every call whole     never streamed: all blocks are on the device in every slot that computes
+    with the component drop      on the device during its own phases only, and loaded again for each
+    of them
 
         phase     a        b        a
         keep      ####     ####     ####
@@ -340,7 +393,8 @@ class Directive:
 
 @dataclass(frozen=True, slots=True)
 class StageOption:
-    """An alternative way to run ``stage``: ``phases`` replace the stage's own if ``name`` (tiling, slicing, ...) is chosen.
+    """An alternative way to run ``stage``: ``phases`` replace the stage's own if ``name`` (tiling,
+    slicing, ...) is chosen.
 
     ``needs``: permission required because the output changes; "": none.
     """
@@ -353,26 +407,34 @@ class StageOption:
 
 @dataclass(frozen=True, slots=True)
 class Helper:
-    """A further device of the machine, on which components, or blocks of one, may compute. Nothing is streamed to it."""
+    """A further device of the machine, on which components, or blocks of one, may compute. Nothing
+    is streamed to it."""
 
     hardware: Hardware
     budget_bytes: int
 
     @property
     def effective_bytes(self) -> int:
-        """Bytes for tensors: the smaller of budget and capacity, minus context and workspace; not below 0."""
+        """Bytes for tensors: the smaller of budget and capacity, minus context and workspace; not
+        below 0."""
         hardware = self.hardware
-        return max(0, min(self.budget_bytes, hardware.capacity_bytes) - hardware.context_bytes - hardware.workspace_bytes)
+        return max(
+            0,
+            min(self.budget_bytes, hardware.capacity_bytes)
+            - hardware.context_bytes
+            - hardware.workspace_bytes,
+        )
 
 
 @dataclass(frozen=True)
 class Problem:
     """Everything a plan depends on. Equal problems have equal digests and equal plans.
 
-    A component's first variant, ``phases`` and their order are the graph's defaults; `apply_choices` returns the problem with a
-    plan's choices in their place. ``directives``: sorted, as `directed` returns them. ``runs`` above 1 makes the problem a session:
-    a first run, and ``runs - 1`` runs that start with the device and host state that the previous run left. ``helpers``: further
-    devices, numbered from 1 in `Variant.device`.
+    A component's first variant, ``phases`` and their order are the graph's defaults;
+    `apply_choices` returns the problem with a plan's choices in their place. ``directives``:
+    sorted, as `directed` returns them. ``runs`` above 1 makes the problem a session: a first run,
+    and ``runs - 1`` runs that start with the device and host state that the previous run left.
+    ``helpers``: further devices, numbered from 1 in `Variant.device`.
     """
 
     graph: str
@@ -388,13 +450,18 @@ class Problem:
     directives: tuple[Directive, ...] = ()
     reserve_bytes: int = 0  # part of the budget left to other programs
     until: str = ""  # last stage of a truncated graph; "": the whole graph
-    precomputed: tuple[str, ...] = ()  # stages whose outputs are precomputed: neither planned nor run
+    precomputed: tuple[
+        str, ...
+    ] = ()  # stages whose outputs are precomputed: neither planned nor run
     pinned_bytes: int | None = None  # limit of page-locked RAM; None: ram_bytes
     disk_bytes: int | None = None  # limit of bytes written to disk; None: no limit
     runs: int = 1
-    precedence: tuple[tuple[str, str], ...] | None = None  # (earlier, later) stages; None: the order is fixed
+    # (earlier, later) stages; None: the order is fixed
+    precedence: tuple[tuple[str, str], ...] | None = None
     options: tuple[StageOption, ...] = ()
-    allow: tuple[str, ...] = ()  # permissions granted, of those in Variant.needs and StageOption.needs
+    allow: tuple[
+        str, ...
+    ] = ()  # permissions granted, of those in Variant.needs and StageOption.needs
     commits: tuple[tuple[str, str], ...] = ()  # (repository, commit) of the weights, where known
     helpers: tuple[Helper, ...] = ()
 
@@ -407,31 +474,43 @@ class Problem:
         """``--vram`` with ``nbytes`` for the device, and the budgets of the helpers as they are."""
         if not self.helpers:
             return str(nbytes)
-        return ",".join(f"{of}B" for of in (nbytes, *(helper.budget_bytes for helper in self.helpers)))
+        return ",".join(
+            f"{of}B" for of in (nbytes, *(helper.budget_bytes for helper in self.helpers))
+        )
 
     @property
     def effective_bytes(self) -> int:
-        """Bytes for tensors: the smaller of budget and capacity, minus context, workspace and reserve."""
+        """Bytes for tensors: the smaller of budget and capacity, minus context, workspace and
+        reserve."""
         return min(self.budget_bytes, self.hardware.capacity_bytes) - self.overhead_bytes
 
     @property
     def counts_pages(self) -> bool:
-        """Whether peaks are in pages: the device's allocator reserves these, and every phase has a trace."""
+        """Whether peaks are in pages: the device's allocator reserves these, and every phase has a
+        trace."""
         return self.hardware.caching_allocator and all(phase.trace.first for phase in self.phases)
 
     def crossing_seconds(self, helper: int, crossing: Sequence[int]) -> tuple[float, float]:
-        """Seconds in which the two numbers of bytes ``crossing`` get to a helper and back (`Use.crossing`).
+        """Seconds in which the two numbers of bytes ``crossing`` get to a helper and back
+        (`Use.crossing`).
 
-        A copy between two cards without direct access to each other passes through the host, a part at a time, at the rate of the
-        slower one (CUDA driver API, ``cuMemcpyPeer``)."""
+        A copy between two cards without direct access to each other passes through the host, a part
+        at a time, at the rate of the slower one (CUDA driver API, ``cuMemcpyPeer``)."""
         if not crossing:
             return 0.0, 0.0
         one, other = self.hardware, self.helpers[helper - 1].hardware
         ways = zip(crossing, ((one, other), (other, one)), strict=True)
-        found = [a.copy_start_seconds + n / min(a.d2h_bytes_per_second, b.h2d_bytes_per_second) if n else 0.0 for n, (a, b) in ways]
+        found = [
+            a.copy_start_seconds + n / min(a.d2h_bytes_per_second, b.h2d_bytes_per_second)
+            if n
+            else 0.0
+            for n, (a, b) in ways
+        ]
         return found[0], found[1]
 
-    def tensors_cross_seconds(self, helper: int, to: Sequence[int], back: Sequence[int]) -> tuple[float, float]:
+    def tensors_cross_seconds(
+        self, helper: int, to: Sequence[int], back: Sequence[int]
+    ) -> tuple[float, float]:
         """As `crossing_seconds`, for tensors of so many bytes each, one copy for each."""
         there = sum(self.crossing_seconds(helper, (nbytes, 0))[0] for nbytes in to)
         return there, sum(self.crossing_seconds(helper, (0, nbytes))[1] for nbytes in back)
@@ -444,7 +523,8 @@ class Problem:
         raise KeyError(name)
 
     def value_bytes(self, phase: int) -> int:
-        """Bytes of all values that are live on the device at the entry of phase number ``phase``."""
+        """Bytes of all values that are live on the device at the entry of phase number
+        ``phase``."""
         return sum(v.nbytes for v in self.values if v.first_phase <= phase <= v.last_phase)
 
     def demanded(self, component: str) -> frozenset[Placement]:
@@ -452,21 +532,25 @@ class Problem:
         return frozenset(of.placement for of in self.directives if of.component == component)
 
     def usable(self, component: ComponentNumbers) -> tuple[int, ...]:
-        """Indices of the variants that a plan may choose: permitted, and with a pinned backing store if ``pin`` is demanded."""
+        """Indices of the variants that a plan may choose: permitted, and with a pinned backing
+        store if ``pin`` is demanded."""
         pinned = "pin" in self.demanded(component.name)
         return tuple(
             index
             for index, variant in enumerate(component.variants)
-            if (not variant.needs or variant.needs in self.allow) and (variant.backing_store == "pinned" or not pinned)
+            if (not variant.needs or variant.needs in self.allow)
+            and (variant.backing_store == "pinned" or not pinned)
         )
 
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of the canonical JSON form, first 16 hexadecimal digits."""
-        return hashlib.sha256(json.dumps(self, default=_fields_of, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
+        return hashlib.sha256(
+            json.dumps(self, default=_fields_of, sort_keys=True, separators=(",", ":")).encode()
+        ).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-serializable dictionary from which an equal problem can be made. That of a problem with one device does not
-        mention others."""
+        """A JSON-serializable dictionary from which an equal problem can be made. That of a problem
+        with one device does not mention others."""
         plain: dict[str, Any] = json.loads(json.dumps(self, default=_fields_of))
         return plain

@@ -1,9 +1,13 @@
-"""Ring buffer for the streamed blocks of one component: the offset of each block, and the earlier blocks it overwrites.
+"""Ring buffer for the streamed blocks of one component: the offset of each block, and the earlier
+blocks it overwrites.
 
-Pure arithmetic, without time or device. Simulator and executor place the same blocks in the same order and get the same offsets.
+Pure arithmetic, without time or device. Simulator and executor place the same blocks in the same
+order and get the same offsets.
 
-    capacity  |  block 3  |    block 1    |  block 2 |free|           |  block 3  |free|    block 1    | block 2 |
-              ^ placed after block 2, over block 0                    block 3 is longer: block 2 goes to the ring's end
+    capacity  |  block 3  |    block 1    |  block 2 |free|           |  block 3  |free|    block 1
+    | block 2 |
+              ^ placed after block 2, over block 0                    block 3 is longer: block 2
+              goes to the ring's end
 """
 
 from __future__ import annotations
@@ -16,9 +20,10 @@ from typing import NamedTuple
 class RingSlot(NamedTuple):
     """Where a block goes: bytes ``offset .. offset + nbytes`` of the ring.
 
-    ``released``: numbers (from 0, ascending) of the earlier placements whose bytes are reused, and of all placements before them.
-    Their compute must be done before the new block is written; where compute runs in placement order, waiting for the last one is
-    enough. Each number is released once.
+    ``released``: numbers (from 0, ascending) of the earlier placements whose bytes are reused, and
+    of all placements before them. Their compute must be done before the new block is written; where
+    compute runs in placement order, waiting for the last one is enough. Each number is released
+    once.
     """
 
     offset: int
@@ -26,7 +31,8 @@ class RingSlot(NamedTuple):
 
 
 class Ring:
-    """A first-in first-out ring of ``capacity_bytes``. Every block is contiguous. The i-th call of `place` is placement number i.
+    """A first-in first-out ring of ``capacity_bytes``. Every block is contiguous. The i-th call of
+    `place` is placement number i.
 
     If the sizes of all blocks and of the ring are multiples of an alignment, so are the offsets.
     """
@@ -35,18 +41,23 @@ class Ring:
         self.capacity_bytes = capacity_bytes
         self._head = 0
         self._count = 0
-        self._live: deque[tuple[int, int, int]] = deque()  # start, end, number; oldest first. No two overlap
+        # start, end, number; oldest first. No two overlap
+        self._live: deque[tuple[int, int, int]] = deque()
         self._by_start: list[tuple[int, int, int]] = []  # the same, sorted
 
     def place(self, nbytes: int, following_bytes: int = 0) -> RingSlot:
-        """Place the next block of ``nbytes``: directly after the previous one, or at offset 0 if it does not fit there.
+        """Place the next block of ``nbytes``: directly after the previous one, or at offset 0 if it
+        does not fit there.
 
-        ``following_bytes``: size of the block after it, 0 if unknown. If that block will have to go to offset 0 and would overlap
-        this one there, this one goes to the end of the ring; so two consecutive blocks never overlap in a ring with room for
-        both. Raises ValueError if the block is larger than the ring.
+        ``following_bytes``: size of the block after it, 0 if unknown. If that block will have to go
+        to offset 0 and would overlap this one there, this one goes to the end of the ring; so two
+        consecutive blocks never overlap in a ring with room for both. Raises ValueError if the
+        block is larger than the ring.
         """
         if nbytes > self.capacity_bytes:
-            raise ValueError(f"a block of {nbytes} bytes does not fit a ring of {self.capacity_bytes} bytes")
+            raise ValueError(
+                f"a block of {nbytes} bytes does not fit a ring of {self.capacity_bytes} bytes"
+            )
         start = self._head if self._head + nbytes <= self.capacity_bytes else 0
         if start < following_bytes and start + nbytes + following_bytes > self.capacity_bytes:
             start = self.capacity_bytes - nbytes

@@ -1,4 +1,5 @@
-"""What a simulated plan takes: bytes and seconds per action, slot and stage. `graphrun.verify.simulate` computes it."""
+"""What a simulated plan takes: bytes and seconds per action, slot and stage.
+`graphrun.verify.simulate` computes it."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from graphrun.trace import Event
 class Moment:
     """State after action number ``action`` of slot ``slot``.
 
-    ``device_bytes``: weights, rings, values and live-in bytes; after ``run`` the activation too. A load lasts from the start of its
-    first block's copy to the end of its last one's, a read likewise. Slots of a session's further run are numbered after the first
-    run's.
+    ``device_bytes``: weights, rings, values and live-in bytes; after ``run`` the activation too. A
+    load lasts from the start of its first block's copy to the end of its last one's, a read
+    likewise. Slots of a session's further run are numbered after the first run's.
     """
 
     slot: int
@@ -29,13 +30,15 @@ class Moment:
 class SlotReport:
     """Bytes and seconds of one slot.
 
-    ``peak_bytes``: sum of ``resident_bytes`` (blocks resident at its start or loaded in it, each rounded up to an allocation),
-    ``ring_bytes``, ``activation_bytes``, ``values_bytes`` (values between stages, and live-in bytes) and ``pages_bytes`` (what the
-    allocator reserves beyond that). ``streamed_bytes``: copied through rings. ``loaded_bytes``: copied by load actions.
-    ``restored_bytes``: of restored values. ``compute_seconds``: on the device or the CPU. ``host_bytes``: peak in RAM,
-    ``pinned_bytes`` of it page-locked. ``disk_bytes_read``: weights read into backing stores, and fetched for copies.
-    ``helper_peaks``: the highest bytes on each helper, whose loads count in ``loaded_bytes`` too; ``helper_pages``: what its
-    allocator reserves beyond tensors.
+    ``peak_bytes``: sum of ``resident_bytes`` (blocks resident at its start or loaded in it, each
+    rounded up to an allocation), ``ring_bytes``, ``activation_bytes``, ``values_bytes`` (values
+    between stages, and live-in bytes) and ``pages_bytes`` (what the allocator reserves beyond
+    that). ``streamed_bytes``: copied through rings. ``loaded_bytes``: copied by load actions.
+    ``restored_bytes``: of restored values. ``compute_seconds``: on the device or the CPU.
+    ``host_bytes``: peak in RAM, ``pinned_bytes`` of it page-locked. ``disk_bytes_read``: weights
+    read into backing stores, and fetched for copies. ``helper_peaks``: the highest bytes on each
+    helper, whose loads count in ``loaded_bytes`` too; ``helper_pages``: what its allocator reserves
+    beyond tensors.
     """
 
     phase: str
@@ -70,7 +73,8 @@ class SlotReport:
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """Totals of one stage's slots: highest bytes of each kind, sums of bytes moved, seconds of load slots and of the others."""
+    """Totals of one stage's slots: highest bytes of each kind, sums of bytes moved, seconds of load
+    slots and of the others."""
 
     stage: str
     peak_bytes: int
@@ -92,9 +96,10 @@ class StageReport:
 class Simulation:
     """One cold run, or a session of several runs.
 
-    ``problem``: the one simulated, with the plan's choices applied. ``slots``: reports of the first run; ``again``: of each further
-    run, which are all alike. ``moments``: one per action. ``events``: one per block and call, as in a `Trace`. ``seconds``: of the
-    first run; ``again_seconds``: of one further run.
+    ``problem``: the one simulated, with the plan's choices applied. ``slots``: reports of the first
+    run; ``again``: of each further run, which are all alike. ``moments``: one per action.
+    ``events``: one per block and call, as in a `Trace`. ``seconds``: of the first run;
+    ``again_seconds``: of one further run.
     """
 
     problem: Problem
@@ -132,7 +137,8 @@ class Simulation:
 
     @property
     def compute_seconds(self) -> float:
-        """Compute time of the first run; the remainder of ``seconds`` is transfer time that is not overlapped."""
+        """Compute time of the first run; the remainder of ``seconds`` is transfer time that is not
+        overlapped."""
         return sum(slot.compute_seconds for slot in self.slots)
 
     @property
@@ -146,28 +152,48 @@ class Simulation:
         return self.moved_bytes + (self.problem.runs - 1) * self.again_moved_bytes
 
     def in_pages(self, reserved_bytes: Sequence[int], *on_helpers: Sequence[int]) -> Simulation:
-        """The same with every slot's peak as an allocator reserves it (`verify.pages`), in the order of slots; those of helpers
-        likewise."""
+        """The same with every slot's peak as an allocator reserves it (`verify.pages`), in the
+        order of slots; those of helpers likewise."""
         slots = [
             replace(
                 slot,
                 peak_bytes=max(nbytes, slot.peak_bytes),
                 pages_bytes=max(0, nbytes - slot.peak_bytes),
                 helper_peaks=tuple(map(max, slot.helper_peaks, there)),
-                helper_pages=tuple(max(0, of - peak) for of, peak in zip(there, slot.helper_peaks, strict=True)),
+                helper_pages=tuple(
+                    max(0, of - peak) for of, peak in zip(there, slot.helper_peaks, strict=True)
+                ),
             )
-            for slot, nbytes, *there in zip((*self.slots, *self.again), reserved_bytes, *on_helpers, strict=True)
+            for slot, nbytes, *there in zip(
+                (*self.slots, *self.again), reserved_bytes, *on_helpers, strict=True
+            )
         ]
-        return replace(self, slots=tuple(slots[: len(self.slots)]), again=tuple(slots[len(self.slots) :]))
+        return replace(
+            self, slots=tuple(slots[: len(self.slots)]), again=tuple(slots[len(self.slots) :])
+        )
 
     def stages(self) -> tuple[StageReport, ...]:
-        """One report per stage of the first run, in order of execution. The end slot belongs to no stage."""
+        """One report per stage of the first run, in order of execution. The end slot belongs to no
+        stage."""
         stage_of = {phase.name: phase.stage for phase in self.problem.phases}
-        stages = dict.fromkeys(stage_of[slot.phase] for slot in self.slots if slot.phase in stage_of)
-        return tuple(_stage(stage, [slot for slot in self.slots if stage_of.get(slot.phase) == stage]) for stage in stages)
+        stages = dict.fromkeys(
+            stage_of[slot.phase] for slot in self.slots if slot.phase in stage_of
+        )
+        return tuple(
+            _stage(stage, [slot for slot in self.slots if stage_of.get(slot.phase) == stage])
+            for stage in stages
+        )
 
 
-PEAKS = ("peak_bytes", "resident_bytes", "ring_bytes", "activation_bytes", "values_bytes", "host_bytes", "pinned_bytes")
+PEAKS = (
+    "peak_bytes",
+    "resident_bytes",
+    "ring_bytes",
+    "activation_bytes",
+    "values_bytes",
+    "host_bytes",
+    "pinned_bytes",
+)
 SUMS = ("streamed_bytes", "loaded_bytes", "compute_seconds", "disk_bytes_read")
 
 
@@ -175,9 +201,13 @@ def _stage(stage: str, slots: list[SlotReport]) -> StageReport:
     load_seconds = sum(slot.seconds for slot in slots if slot.part == "load")
     run_seconds = sum(slot.seconds for slot in slots if slot.part != "load")
     of = [asdict(slot) for slot in slots]
-    totals = {name: max(slot[name] for slot in of) for name in PEAKS} | {name: sum(slot[name] for slot in of) for name in SUMS}
+    totals = {name: max(slot[name] for slot in of) for name in PEAKS} | {
+        name: sum(slot[name] for slot in of) for name in SUMS
+    }
     return StageReport(stage=stage, load_seconds=load_seconds, run_seconds=run_seconds, **totals)
 
 
 def _moved(reports: Iterable[SlotReport]) -> int:
-    return sum(report.streamed_bytes + report.loaded_bytes + report.restored_bytes for report in reports)
+    return sum(
+        report.streamed_bytes + report.loaded_bytes + report.restored_bytes for report in reports
+    )

@@ -1,6 +1,8 @@
-"""The result of solving: a plan with its bound. Kept apart from the solver, so that loading a saved plan does not import it.
+"""The result of solving: a plan with its bound. Kept apart from the solver, so that loading a saved
+plan does not import it.
 
-``bound_seconds`` and ``objective_seconds`` refer to the integer program; a plan's own seconds and bytes are in ``simulation``.
+``bound_seconds`` and ``objective_seconds`` refer to the integer program; a plan's own seconds and
+bytes are in ``simulation``.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ SLOW_SHARE, SLOW_SECONDS = 2 / 3, 10.0
 class Solution:
     """A plan, what it takes by `simulate`, and its quality.
 
-    ``objective_seconds``: the integer program's objective for its best solution (the screen prints the simulation's seconds
-    instead). ``bound_seconds``: lower bound on the objective of any plan, 0.0 where none is known; where ``plan`` simulates faster
-    than that, a bound on what any plan simulates. ``plan`` is the best solution, or a plan that simulates faster. In a session,
+    ``objective_seconds``: the integer program's objective for its best solution (the screen prints
+    the simulation's seconds instead). ``bound_seconds``: lower bound on the objective of any plan,
+    0.0 where none is known; where ``plan`` simulates faster than that, a bound on what any plan
+    simulates. ``plan`` is the best solution, or a plan that simulates faster. In a session,
     objective and bound cover all runs.
     """
 
@@ -34,7 +37,11 @@ class Solution:
 
     def __repr__(self) -> str:
         problem, simulation = self.problem, self.simulation
-        again = f", every further run {show_seconds(simulation.again_seconds)}" if simulation.again else ""
+        again = (
+            f", every further run {show_seconds(simulation.again_seconds)}"
+            if simulation.again
+            else ""
+        )
         return (
             f"<Solution {problem.graph}: {show_seconds(simulation.seconds)}{again}, peak {show_size(simulation.peak_bytes)} of"
             f" {show_size(problem.effective_bytes)}, moves {show_size(simulation.moved_bytes)}>"
@@ -54,7 +61,8 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How far the simulated time is above the bound, relative to it; 1.0 where no bound is known."""
+        """How far the simulated time is above the bound, relative to it; 1.0 where no bound is
+        known."""
         seconds = self.simulation.total_seconds
         return max(0.0, 1 - self.bound_seconds / seconds) if seconds else 0.0
 
@@ -71,16 +79,20 @@ class Solution:
 
     @property
     def chosen(self) -> Problem:
-        """``problem`` with the plan's choices applied: order, options, and one variant per component."""
+        """``problem`` with the plan's choices applied: order, options, and one variant per
+        component."""
         return self.simulation.problem
 
     def short_of_pages(self) -> dict[tuple[str, str], int]:
-        """Of the slots that exceed the budget, by phase and part: bytes that the allocator reserves beyond those of tensors. Of the
-        helpers likewise, the most of all slots, by ``deviceN`` and no part."""
+        """Of the slots that exceed the budget, by phase and part: bytes that the allocator reserves
+        beyond those of tensors. Of the helpers likewise, the most of all slots, by ``deviceN`` and
+        no part."""
         found: dict[tuple[str, str], int] = {}
         for slot in (*self.simulation.slots, *self.simulation.again):
             if slot.peak_bytes > self.problem.effective_bytes:
-                found[slot.phase, slot.part] = max(slot.pages_bytes, found.get((slot.phase, slot.part), 0))
+                found[slot.phase, slot.part] = max(
+                    slot.pages_bytes, found.get((slot.phase, slot.part), 0)
+                )
             for number, helper in enumerate(self.problem.helpers, 1):
                 if slot.helper_peaks[number - 1] > helper.effective_bytes:
                     pages = slot.helper_pages[number - 1]

@@ -1,14 +1,17 @@
-"""One component over several devices: an interval of its blocks computes on each of some helpers, the others on the device. Pure.
+"""One component over several devices: an interval of its blocks computes on each of some helpers,
+the others on the device. Pure.
 
     call       | remainder |  block 0  |  block 1  |  block 2  | remainder |  block 3  | remainder |
     device     |###########|###########|           |           |###########|###########|###########|
     device1                > crosses   |###########|###########| crosses >
 
-The blocks of an interval form groups of their own, ``NAME@1`` on the first helper. They are not streamed. Which components can be
-split, and how many blocks of each segment go where, is for the solver to decide; where in a segment these are is fixed here.
+The blocks of an interval form groups of their own, ``NAME@1`` on the first helper. They are not
+streamed. Which components can be split, and how many blocks of each segment go where, is for the
+solver to decide; where in a segment these are is fixed here.
 
-What crosses follows from `Use.live_tensors`: a tensor that blocks on a helper get crosses to it once a call, unless a block there
-made it; one that a block there makes crosses back where anything else may read it.
+What crosses follows from `Use.live_tensors`: a tensor that blocks on a helper get crosses to it
+once a call, unless a block there made it; one that a block there makes crosses back where anything
+else may read it.
 """
 
 from __future__ import annotations
@@ -21,15 +24,28 @@ from typing import Any, NamedTuple
 
 from graphrun.errors import PlanError
 from graphrun.model.plan import Blocks, Split
-from graphrun.model.problem import ALLOCATION_BYTES, BlockGroup, ComponentNumbers, LiveTensor, Problem, Use, Variant
+from graphrun.model.problem import (
+    ALLOCATION_BYTES,
+    BlockGroup,
+    ComponentNumbers,
+    LiveTensor,
+    Problem,
+    Use,
+    Variant,
+)
 from graphrun.units import round_up
 
 
 def helpers_for(problem: Problem, component: ComponentNumbers) -> tuple[int, ...]:
-    """Numbers of the helpers over which ``component`` may be split: of the largest component whose blocks all run in every call
-    (`Use.live_tensors`), where no directive demands that they leave the device."""
+    """Numbers of the helpers over which ``component`` may be split: of the largest component whose
+    blocks all run in every call (`Use.live_tensors`), where no directive demands that they leave
+    the device."""
     uses = _uses(problem)
-    able = [of for of in problem.components if all(use.live_tensors for use in uses if use.component == of.name)]
+    able = [
+        of
+        for of in problem.components
+        if all(use.live_tensors for use in uses if use.component == of.name)
+    ]
     if not able or component != max(able, key=lambda of: of.weight_bytes()):
         return ()
     if problem.demanded(component.name) & {"exclude", "drop"}:
@@ -37,12 +53,15 @@ def helpers_for(problem: Problem, component: ComponentNumbers) -> tuple[int, ...
     if any(group.helper for of in problem.components for group in of.groups):
         return ()
     numbers = range(1, len(problem.helpers) + 1)
-    return tuple(n for n in numbers if any(twin(component, variant, n) for variant in component.variants))
+    return tuple(
+        n for n in numbers if any(twin(component, variant, n) for variant in component.variants)
+    )
 
 
 def twin(component: ComponentNumbers, variant: Variant, helper: int) -> Variant | None:
-    """The variant of ``component`` that is ``variant`` on ``helper``; None where it may not be split. One that is copied from disk
-    each time may not, since its bounce buffer serves one device."""
+    """The variant of ``component`` that is ``variant`` on ``helper``; None where it may not be
+    split. One that is copied from disk each time may not, since its bounce buffer serves one
+    device."""
     if variant.device != "device" or variant.backing_store == "disk":
         return None
     name = f"{variant.precision} {variant.backing_store} device{helper}"
@@ -61,7 +80,8 @@ def slowdown_of(component: ComponentNumbers, helper: int) -> float:
 
 
 class Segment(NamedTuple):
-    """Blocks ``start`` to ``stop`` (half-open) of group ``group``, for each of which the same crosses: see `segments_of`."""
+    """Blocks ``start`` to ``stop`` (half-open) of group ``group``, for each of which the same
+    crosses: see `segments_of`."""
 
     group: int
     start: int
@@ -69,8 +89,9 @@ class Segment(NamedTuple):
 
 
 def segments_of(problem: Problem, component: ComponentNumbers) -> list[Segment]:
-    """The blocks of ``component`` in call order. Wherever in a segment an interval begins or ends, as many bytes cross in as many
-    tensors: a block gets what the one before it made, and what all of them get."""
+    """The blocks of ``component`` in call order. Wherever in a segment an interval begins or ends,
+    as many bytes cross in as many tensors: a block gets what the one before it made, and what all
+    of them get."""
     uses = [_Tensors(use.live_tensors) for use in _uses(problem) if use.component == component.name]
     number, found = 0, list[Segment]()
     for k, group in enumerate(component.groups):
@@ -84,7 +105,8 @@ def segments_of(problem: Problem, component: ComponentNumbers) -> list[Segment]:
 
 
 class _Tensors:
-    """The tensors of a use by block: ``made`` and ``got`` have their places in ``rows`` by number of the block."""
+    """The tensors of a use by block: ``made`` and ``got`` have their places in ``rows`` by number
+    of the block."""
 
     def __init__(self, rows: Sequence[LiveTensor]) -> None:
         self.rows, self.arguments = rows, block_arguments(rows)
@@ -97,24 +119,33 @@ class _Tensors:
     def alike(self, n: int) -> bool:
         """Whether blocks n and n + 1 may be in one segment."""
         made, then = ([self.rows[place] for place in self.made[of]] for of in (n, n + 1))
-        entering = [self.rows[of] for of in self.got[n] if self.rows[of].maker or of not in self.got[n + 1]]
+        entering = [
+            self.rows[of] for of in self.got[n] if self.rows[of].maker or of not in self.got[n + 1]
+        ]
         later = [of for of in self.got[n + 1] if self.rows[of].maker != n]
         return (
             self.arguments[n] == self.arguments[n + 1]
             and all(row.users == (n + 1,) for row in made)
             and all(row.users in ((n,), (0, n)) for row in entering)
             and all(of in self.got[n] and not self.rows[of].maker for of in later)
-            and sorted(row.nbytes for row in made) == sorted(row.nbytes for row in entering) == sorted(row.nbytes for row in then)
+            and sorted(row.nbytes for row in made)
+            == sorted(row.nbytes for row in entering)
+            == sorted(row.nbytes for row in then)
         )
 
 
 def in_a_row(
-    component: ComponentNumbers, segments: Sequence[Segment], counts: Mapping[int, Mapping[int, int]]
+    component: ComponentNumbers,
+    segments: Sequence[Segment],
+    counts: Mapping[int, Mapping[int, int]],
 ) -> dict[int, Blocks]:
-    """By helper, the blocks of its interval, of which ``counts[helper]`` has the number of each of ``segments``. They are the first
-    ones of a segment if the interval began before it, else the last ones: those of the interval that goes on in the next one at
-    the end, before them intervals within the segment, by helper."""
-    touched = {helper: sorted(k for k, count in own.items() if count) for helper, own in counts.items()}
+    """By helper, the blocks of its interval, of which ``counts[helper]`` has the number of each of
+    ``segments``. They are the first ones of a segment if the interval began before it, else the
+    last ones: those of the interval that goes on in the next one at the end, before them intervals
+    within the segment, by helper."""
+    touched = {
+        helper: sorted(k for k, count in own.items() if count) for helper, own in counts.items()
+    }
     found = {helper: dict[str, tuple[int, ...]]() for helper in touched if touched[helper]}
     for k, segment in enumerate(segments):
         stop, name = segment.stop, component.groups[segment.group].name
@@ -131,8 +162,9 @@ def in_a_row(
 
 
 class Crossing(NamedTuple):
-    """Tensors that cross to ``helper`` before a block there computes, and back after it; bytes of each. ``stay``: of those that the
-    block makes, numbers of the ones that only blocks there get."""
+    """Tensors that cross to ``helper`` before a block there computes, and back after it; bytes of
+    each. ``stay``: of those that the block makes, numbers of the ones that only blocks there
+    get."""
 
     helper: int
     to: tuple[int, ...]
@@ -141,7 +173,8 @@ class Crossing(NamedTuple):
 
 
 def crossings(use: Use, component: ComponentNumbers) -> dict[tuple[int, int], Crossing]:
-    """What crosses in one call of ``component``, which has its variant chosen, at each block on a helper, by (group, block)."""
+    """What crosses in one call of ``component``, which has its variant chosen, at each block on a
+    helper, by (group, block)."""
     helper_of = [group.helper for group in component.groups]
     if component.variants[0].helper or not any(helper_of) or not use.live_tensors:
         return {}
@@ -162,7 +195,11 @@ def crossings(use: Use, component: ComponentNumbers) -> dict[tuple[int, int], Cr
             else:
                 back[row.maker].append(row.nbytes)
             makes[row.maker] += 1
-    return {at: Crossing(on[n], tuple(to[n]), tuple(back[n]), frozenset(stay[n])) for n, at in enumerate(order, 1) if on[n]}
+    return {
+        at: Crossing(on[n], tuple(to[n]), tuple(back[n]), frozenset(stay[n]))
+        for n, at in enumerate(order, 1)
+        if on[n]
+    }
 
 
 def _blocks_in_order(use: Use, component: ComponentNumbers) -> list[tuple[int, int]]:
@@ -172,7 +209,8 @@ def _blocks_in_order(use: Use, component: ComponentNumbers) -> list[tuple[int, i
 
 
 def crossing_seconds(problem: Problem, use: Use, component: ComponentNumbers) -> dict[int, float]:
-    """By helper: seconds in which what one call of ``component``, which has its variant chosen, needs crosses to it and back."""
+    """By helper: seconds in which what one call of ``component``, which has its variant chosen,
+    needs crosses to it and back."""
     if helper := component.variants[0].helper:
         return {helper: sum(problem.crossing_seconds(helper, use.crossing))}
     found = defaultdict[int, float](float)
@@ -182,8 +220,8 @@ def crossing_seconds(problem: Problem, use: Use, component: ComponentNumbers) ->
 
 
 def arguments_bytes(use: Use, component: ComponentNumbers) -> dict[int, int]:
-    """By helper: bytes there beyond weights and activation as traced while ``component``, which has its variant chosen, computes:
-    of what crosses to it, or the most for any of its blocks there."""
+    """By helper: bytes there beyond weights and activation as traced while ``component``, which has
+    its variant chosen, computes: of what crosses to it, or the most for any of its blocks there."""
     if helper := component.variants[0].helper:
         return {helper: (use.crossing or (0,))[0]}
     found = dict[int, int]()
@@ -195,8 +233,8 @@ def arguments_bytes(use: Use, component: ComponentNumbers) -> dict[int, int]:
 
 
 def block_arguments(rows: Sequence[LiveTensor]) -> list[int]:
-    """By number of the block (`LiveTensor`): bytes of what it gets, and of what was given to the call and earlier blocks got. Other
-    tensors are part of the activation as traced."""
+    """By number of the block (`LiveTensor`): bytes of what it gets, and of what was given to the
+    call and earlier blocks got. Other tensors are part of the activation as traced."""
     count = 1 + max((n for row in rows for n in (row.maker, *row.users)), default=0)
     found, given = [0] * count, [0] * count  # bytes at a block; bytes from a block on
     for row in rows:
@@ -207,7 +245,8 @@ def block_arguments(rows: Sequence[LiveTensor]) -> list[int]:
 
 
 def block_seconds(use: Use, component: ComponentNumbers) -> list[float]:
-    """For each group, seconds of one of its blocks in one call, without compute of the remainder that `Use.seconds` has there."""
+    """For each group, seconds of one of its blocks in one call, without compute of the remainder
+    that `Use.seconds` has there."""
     found = [0.0] * len(component.groups)
     for k, _, seconds in use.order:
         found[k] += seconds / len(component.groups[k].blocks)
@@ -215,7 +254,8 @@ def block_seconds(use: Use, component: ComponentNumbers) -> list[float]:
 
 
 def with_splits(problem: Problem, splits: Sequence[Split]) -> Problem:
-    """``problem`` with the blocks of ``splits`` on their helpers. Raises PlanError for a split that cannot be."""
+    """``problem`` with the blocks of ``splits`` on their helpers. Raises PlanError for a split that
+    cannot be."""
     found: dict[str, dict[int, Blocks]] = {}
     for name, helper, blocks in splits:
         if helper in found.setdefault(name, {}):
@@ -230,18 +270,31 @@ def _split(problem: Problem, name: str, splits: Mapping[int, Blocks]) -> Problem
     component = next((of for of in problem.components if of.name == name), None)
     helpers = helpers_for(problem, component) if component is not None else ()
     if component is None or not set(splits) <= set(helpers):
-        raise PlanError(f"split: {name} cannot be split over device{min(set(splits) - set(helpers))}")
+        raise PlanError(
+            f"split: {name} cannot be split over device{min(set(splits) - set(helpers))}"
+        )
     moved = _moved(component, splits)
-    groups, sources, places = list[BlockGroup](), list[tuple[int, int]](), dict[tuple[int, int], tuple[int, int]]()
+    groups, sources, places = (
+        list[BlockGroup](),
+        list[tuple[int, int]](),
+        dict[tuple[int, int], tuple[int, int]](),
+    )
     for helper in (0, *sorted(splits)):
         for k, of in enumerate(component.groups):
             own = [i for i in range(len(of.blocks)) if moved.get((k, i), 0) == helper]
             if own:
                 places |= {(k, i): (len(groups), n) for n, i in enumerate(own)}
                 paths = tuple(of.blocks[i] for i in own)
-                groups.append(BlockGroup(f"{of.name}@{helper}", paths, False, helper) if helper else replace(of, blocks=paths))
+                groups.append(
+                    BlockGroup(f"{of.name}@{helper}", paths, False, helper)
+                    if helper
+                    else replace(of, blocks=paths)
+                )
                 sources.append((k, helper))
-    twins = [[variant, *(twin(component, variant, helper) for helper in sorted(splits))] for variant in component.variants]
+    twins = [
+        [variant, *(twin(component, variant, helper) for helper in sorted(splits))]
+        for variant in component.variants
+    ]
     able = [[of for of in each if of is not None] for each in twins if None not in each]
     variants = tuple(_variant({of.helper: of for of in each}, sources) for each in able)
     slowdowns = {0: 1.0} | {helper: slowdown_of(component, helper) for helper in splits}
@@ -250,12 +303,19 @@ def _split(problem: Problem, name: str, splits: Mapping[int, Blocks]) -> Problem
     def used(use: Use) -> Use:
         if use.component != name:
             return use
-        order = use.order or [(k, i, use.seconds[k]) for k, of in enumerate(component.groups) for i in range(len(of.blocks))]
+        order = use.order or [
+            (k, i, use.seconds[k])
+            for k, of in enumerate(component.groups)
+            for i in range(len(of.blocks))
+        ]
         return replace(
             use,
             group_calls=tuple(use.group_calls[k] for k, _ in sources),
             seconds=tuple(_seconds(use, component, moved, sources, slowdowns)),
-            order=tuple((*places[k, i], seconds * slowdowns[moved.get((k, i), 0)]) for k, i, seconds in order),
+            order=tuple(
+                (*places[k, i], seconds * slowdowns[moved.get((k, i), 0)])
+                for k, i, seconds in order
+            ),
             passes=tuple(use.passes[k] for k, _ in sources) if use.passes else (),
             layers=None,
         )
@@ -265,7 +325,12 @@ def _split(problem: Problem, name: str, splits: Mapping[int, Blocks]) -> Problem
         components=tuple(there if of.name == name else of for of in problem.components),
         phases=tuple(replace(phase, uses=tuple(map(used, phase.uses))) for phase in problem.phases),
         options=tuple(
-            replace(option, phases=tuple(replace(phase, uses=tuple(map(used, phase.uses))) for phase in option.phases))
+            replace(
+                option,
+                phases=tuple(
+                    replace(phase, uses=tuple(map(used, phase.uses))) for phase in option.phases
+                ),
+            )
             for option in problem.options
         ),
     )
@@ -278,41 +343,67 @@ def _seconds(
     sources: Sequence[tuple[int, int]],
     slowdowns: Mapping[int, float],
 ) -> Iterator[float]:
-    """`Use.seconds` of the groups ``sources``. The remainder's compute that counts for a group stays with its blocks on the device,
-    or where none is left, with the first group."""
+    """`Use.seconds` of the groups ``sources``. The remainder's compute that counts for a group
+    stays with its blocks on the device, or where none is left, with the first group."""
     own, away = block_seconds(use, component), Counter(k for k, _ in moved)
-    more = [len(of.blocks) * (use.seconds[k] - own[k]) if away[k] else 0.0 for k, of in enumerate(component.groups)]
+    more = [
+        len(of.blocks) * (use.seconds[k] - own[k]) if away[k] else 0.0
+        for k, of in enumerate(component.groups)
+    ]
     left = sum(of for k, of in enumerate(more) if (k, 0) not in sources)
     for k, helper in sources:
         count = len(component.groups[k].blocks) - away[k]
         if helper or not away[k]:
-            yield own[k] * slowdowns[helper] if helper else use.seconds[k] + left * (k == 0) / len(component.groups[k].blocks)
+            yield (
+                own[k] * slowdowns[helper]
+                if helper
+                else use.seconds[k] + left * (k == 0) / len(component.groups[k].blocks)
+            )
         else:
             yield own[k] + more[k] / count
 
 
 def _moved(component: ComponentNumbers, splits: Mapping[int, Blocks]) -> dict[tuple[int, int], int]:
-    """The helper of each block that computes on one, by (group, index). Raises PlanError where these are not blocks in a row."""
+    """The helper of each block that computes on one, by (group, index). Raises PlanError where
+    these are not blocks in a row."""
     number = {of.name: k for k, of in enumerate(component.groups) if "" not in of.blocks}
     order = [(k, i) for k in number.values() for i in range(len(component.groups[k].blocks))]
     moved: dict[tuple[int, int], int] = {}
     for helper, blocks in splits.items():
-        chosen = sorted((number[name], i) for name, indices in blocks or () if name in number for i in indices)
+        chosen = sorted(
+            (number[name], i) for name, indices in blocks or () if name in number for i in indices
+        )
         begin = order.index(chosen[0]) if chosen and chosen[0] in order else -1
-        if begin < 0 or len({k for k, _ in chosen}) < len(blocks or ()) or order[begin : begin + len(chosen)] != chosen:
-            raise PlanError(f"split: {component.name} is split at blocks that are not in a row, or that it does not have")
+        if (
+            begin < 0
+            or len({k for k, _ in chosen}) < len(blocks or ())
+            or order[begin : begin + len(chosen)] != chosen
+        ):
+            raise PlanError(
+                f"split: {component.name} is split at blocks that are not in a row, or that it does not have"
+            )
         if moved.keys() & set(chosen):
-            raise PlanError(f"split: {component.name} has blocks that are to compute on two devices")
+            raise PlanError(
+                f"split: {component.name} has blocks that are to compute on two devices"
+            )
         moved |= dict.fromkeys(chosen, helper)
     return moved
 
 
 def _variant(by_helper: Mapping[int, Variant], sources: Iterable[tuple[int, int]]) -> Variant:
-    """The variant ``by_helper[0]`` with the numbers of the others for the groups on their helpers."""
+    """The variant ``by_helper[0]`` with the numbers of the others for the groups on their
+    helpers."""
     here, pairs = by_helper[0], [(by_helper[helper], k) for k, helper in sources]
     each: dict[str, Any] = {
         field: tuple(getattr(of, field)[k] for of, k in pairs) if getattr(here, field) else ()
-        for field in ("block_bytes", "load_seconds", "read_seconds", "disk_seconds", "block_seconds", "read_bytes")
+        for field in (
+            "block_bytes",
+            "load_seconds",
+            "read_seconds",
+            "disk_seconds",
+            "block_seconds",
+            "read_bytes",
+        )
     }
     return replace(here, **each)
 
@@ -322,20 +413,32 @@ def splits_of(of: Problem, split: Problem) -> tuple[Split, ...]:
     found = []
     for component in split.components:
         whole = of.component(component.name).groups
-        for helper in sorted({group.helper for group in component.groups} - {group.helper for group in whole}):
-            paths = {path for group in component.groups if group.helper == helper for path in group.blocks}
-            groups = [(group.name, tuple(i for i, path in enumerate(group.blocks) if path in paths)) for group in whole]
+        for helper in sorted(
+            {group.helper for group in component.groups} - {group.helper for group in whole}
+        ):
+            paths = {
+                path
+                for group in component.groups
+                if group.helper == helper
+                for path in group.blocks
+            }
+            groups = [
+                (group.name, tuple(i for i, path in enumerate(group.blocks) if path in paths))
+                for group in whole
+            ]
             found.append((component.name, helper, tuple(named for named in groups if named[1])))
     return tuple(found)
 
 
 def computing_on(problem: Problem, helper: int) -> list[str]:
-    """What computes on ``helper``: names of components, with the number of blocks where it is part of one. ``problem``: with a
-    plan's choices applied."""
+    """What computes on ``helper``: names of components, with the number of blocks where it is part
+    of one. ``problem``: with a plan's choices applied."""
     found = []
     for component in problem.components:
         blocks = sum(len(group.blocks) for group in component.groups if group.helper == helper)
         every = sum(len(group.blocks) for group in component.groups)
         if component.variants[0].helper == helper or blocks:
-            found.append(f"{component.name} ({blocks} of {every} blocks)" if blocks else component.name)
+            found.append(
+                f"{component.name} ({blocks} of {every} blocks)" if blocks else component.name
+            )
     return found

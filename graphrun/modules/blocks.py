@@ -1,6 +1,7 @@
 """Assigns every tensor of a module to a block, and computes its offset in the block's buffer.
 
-Layout only. The estimator applies it to meta modules and the executor to real ones, so both count the same bytes.
+Layout only. The estimator applies it to meta modules and the executor to real ones, so both count
+the same bytes.
 
     block "transformer_blocks.0"      one buffer, one copy
     | weight        |pad| bias |pad| ... |     every tensor starts at a multiple of ALIGNMENT
@@ -18,16 +19,16 @@ from torch import nn
 
 from graphrun.units import round_up
 
-# Vectorized kernels and cuBLAS choose other code paths below 16-byte alignment. PyTorch's own allocations are aligned to 512 bytes
-# on CUDA and 64 on the CPU. cuBLASLt's heuristics look at alignments of up to 256 bytes, so 256 gives every view the alignment they
-# ask for.
+# Vectorized kernels and cuBLAS choose other code paths below 16-byte alignment. PyTorch's own
+# allocations are aligned to 512 bytes on CUDA and 64 on the CPU. cuBLASLt's heuristics look at
+# alignments of up to 256 bytes, so 256 gives every view the alignment they ask for.
 ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLocation:
-    """Where a module refers to a tensor: an entry of ``owner._parameters``, ``owner._buffers`` or, for the state of a quantized
-    layer, ``owner.__dict__``.
+    """Where a module refers to a tensor: an entry of ``owner._parameters``, ``owner._buffers`` or,
+    for the state of a quantized layer, ``owner.__dict__``.
     """
 
     owner: Any
@@ -41,10 +42,11 @@ class TensorLocation:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One distinct tensor of a block: ``nbytes`` at ``offset``, and every location that refers to it (tied tensors are one entry).
+    """One distinct tensor of a block: ``nbytes`` at ``offset``, and every location that refers to
+    it (tied tensors are one entry).
 
-    ``names``: the names of the parameter or buffer in the module. ``field``: which of a quantized weight's tensors this is; "" for
-    a plain tensor.
+    ``names``: the names of the parameter or buffer in the module. ``field``: which of a quantized
+    weight's tensors this is; "" for a plain tensor.
     """
 
     offset: int
@@ -73,19 +75,26 @@ class _TensorUses:
     owners: set[str]
 
 
-def lay_out(module: nn.Module, paths: Sequence[str], *, split_layers: bool = False) -> dict[str, BlockLayout]:
-    """The layout of every block in ``paths``, by path. The root ``""`` is always included: it has the tensors of no other block.
+def lay_out(
+    module: nn.Module, paths: Sequence[str], *, split_layers: bool = False
+) -> dict[str, BlockLayout]:
+    """The layout of every block in ``paths``, by path. The root ``""`` is always included: it has
+    the tensors of no other block.
 
-    Parameters and buffers count alike, persistent or not, and so do the statistics of quantized layers. A tensor tied across blocks
-    belongs to the root, which is never streamed. With ``split_layers`` (``paths`` are single layers), a tensor that exactly one of
-    ``paths`` and the root share belongs to that layer, because a layer is a block only where nothing else reads its tensors. Works
-    on meta modules too.
+    Parameters and buffers count alike, persistent or not, and so do the statistics of quantized
+    layers. A tensor tied across blocks belongs to the root, which is never streamed. With
+    ``split_layers`` (``paths`` are single layers), a tensor that exactly one of ``paths`` and the
+    root share belongs to that layer, because a layer is a block only where nothing else reads its
+    tensors. Works on meta modules too.
     """
     found: dict[int, _TensorUses] = {}
     blocks = dict.fromkeys(path for path in paths if path)
-    block_of = {"": ""}  # module path -> the block it belongs to: itself, or the block of its parent
+    # module path -> the block it belongs to: itself, or the block of its parent
+    block_of = {"": ""}
     for prefix, child in module.named_modules(remove_duplicate=False):
-        owner = block_of[prefix] = prefix if prefix in blocks else block_of[prefix.rpartition(".")[0]]
+        owner = block_of[prefix] = (
+            prefix if prefix in blocks else block_of[prefix.rpartition(".")[0]]
+        )
         for tensor, field, location, key in held(child):
             uses = found.setdefault(id(tensor), _TensorUses(tensor, field, {}, {}, set()))
             uses.owners.add(owner)
@@ -98,28 +107,45 @@ def lay_out(module: nn.Module, paths: Sequence[str], *, split_layers: bool = Fal
         path = next(iter(owners)) if len(owners) == 1 else ""
         nbytes = uses.tensor.numel() * uses.tensor.element_size()
         locations, names = tuple(uses.locations.values()), tuple(uses.names)
-        entries[path].append(TensorEntry(offsets[path], nbytes, uses.tensor, locations, names, uses.field))
+        entries[path].append(
+            TensorEntry(offsets[path], nbytes, uses.tensor, locations, names, uses.field)
+        )
         offsets[path] = round_up(offsets[path] + nbytes, ALIGNMENT)
     return {path: BlockLayout(path, offsets[path], tuple(entries[path])) for path in offsets}
 
 
 def held(child: nn.Module) -> Iterator[tuple[torch.Tensor, str, TensorLocation, str]]:
-    """The tensors that ``child`` itself holds: (tensor, field, location, name of the parameter or buffer that they make up).
+    """The tensors that ``child`` itself holds: (tensor, field, location, name of the parameter or
+    buffer that they make up).
 
-    bitsandbytes keeps a 4-bit weight's statistics in its ``quant_state`` (nested statistics in ``state2``). It refers to an 8-bit
-    weight a second time as ``state.CB``, with the scales in ``state.SCB``.
+    bitsandbytes keeps a 4-bit weight's statistics in its ``quant_state`` (nested statistics in
+    ``state2``). It refers to an 8-bit weight a second time as ``state.CB``, with the scales in
+    ``state.SCB``.
     """
     for kind in ("_parameters", "_buffers"):
         for key, tensor in getattr(child, kind).items():
             if tensor is None:
                 continue
-            nf4, int8 = getattr(tensor, "quant_state", None), _int8_state(child) if key == "weight" else None
-            yield tensor, "data" if nf4 is not None else "CB" if int8 is not None else "", TensorLocation(child, kind, key), key
+            nf4, int8 = (
+                getattr(tensor, "quant_state", None),
+                _int8_state(child) if key == "weight" else None,
+            )
+            yield (
+                tensor,
+                "data" if nf4 is not None else "CB" if int8 is not None else "",
+                TensorLocation(child, kind, key),
+                key,
+            )
             if nf4 is not None:
                 for owner, label in ((nf4, ""), (getattr(nf4, "state2", None), "nested_")):
                     for name in ("absmax", "code", "offset"):
                         if isinstance(statistic := getattr(owner, name, None), torch.Tensor):
-                            yield statistic, label + name, TensorLocation(owner, "__dict__", name), key
+                            yield (
+                                statistic,
+                                label + name,
+                                TensorLocation(owner, "__dict__", name),
+                                key,
+                            )
             if int8 is not None:
                 yield tensor, "CB", TensorLocation(int8, "__dict__", "CB"), key
                 yield int8.SCB, "SCB", TensorLocation(int8, "__dict__", "SCB"), key
@@ -133,7 +159,8 @@ def _int8_state(child: nn.Module) -> Any:
 
 @contextmanager
 def with_weights_of(live: nn.Module, meta_module: nn.Module) -> Iterator[None]:
-    """Within the context, ``meta_module`` has the tensors of ``live``, cast to its own dtypes where these differ."""
+    """Within the context, ``meta_module`` has the tensors of ``live``, cast to its own dtypes where
+    these differ."""
     pairs = [
         (location, tensor, borrowed)
         for mine, other in zip(meta_module.modules(), live.modules(), strict=True)

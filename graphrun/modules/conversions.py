@@ -1,12 +1,14 @@
-"""Finds the tensors of a module in a checkpoint that has the original authors' names, by running diffusers' conversions on meta
-tensors.
+"""Finds the tensors of a module in a checkpoint that has the original authors' names, by running
+diffusers' conversions on meta tensors.
 
-diffusers' own functions (`diffusers.loaders.single_file_utils`) decide the names. They run once, on tensors without data, and every
-operation on them is recorded. The record says which bytes of which file each converted tensor is, or how to compute it.
+diffusers' own functions (`diffusers.loaders.single_file_utils`) decide the names. They run once, on
+tensors without data, and every operation on them is recorded. The record says which bytes of which
+file each converted tensor is, or how to compute it.
 
     file    | qkv.weight [3n n] ..................... |          meta
-              q = rows 0..n    k = rows n..2n   v = ...          chunk: each is a range of the file's bytes (`Stored`)
-              shift, scale -> cat([scale, shift])                others: repeated on the data when read (`Derivation`)
+              q = rows 0..n    k = rows n..2n   v = ...          chunk: each is a range of the
+              file's bytes (`Stored`) shift, scale -> cat([scale, shift])                others:
+              repeated on the data when read (`Derivation`)
 """
 
 from __future__ import annotations
@@ -23,13 +25,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from graphrun.errors import InputError
 from graphrun.modules.source_files import Stored
 
-# Copies of a whole tensor. A tensor that is read from disk needs no copy, so the tensor itself is returned.
+# Copies of a whole tensor. A tensor that is read from disk needs no copy, so the tensor itself is
+# returned.
 _COPIES = frozenset({"clone", "contiguous", "detach"})
 
 
 @dataclass(frozen=True, slots=True)
 class Derivation:
-    """A tensor computed from others: ``make`` takes the values of ``leaves``, tensors stored in files, in that order."""
+    """A tensor computed from others: ``make`` takes the values of ``leaves``, tensors stored in
+    files, in that order."""
 
     name: str
     dtype: str
@@ -47,19 +51,23 @@ Piece = Stored | Derivation
 
 
 class SymbolicTensors(TorchFunctionMode):
-    """Meta tensors in place of the ``stored`` ones, by name in ``tensors``. Records the operations on them inside its context, for
-    `piece`.
+    """Meta tensors in place of the ``stored`` ones, by name in ``tensors``. Records the operations
+    on them inside its context, for `piece`.
     """
 
     def __init__(self, stored: Mapping[str, Stored]) -> None:
         super().__init__()
         self.tensors = {
-            name: torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype), device="meta") for name, leaf in stored.items()
+            name: torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype), device="meta")
+            for name, leaf in stored.items()
         }
         self._alive: list[Any] = []  # keeps the tensors whose ids are keys below
         self._leaves = {id(tensor): stored[name] for name, tensor in self.tensors.items()}
-        self._by_storage = {tensor.untyped_storage()._cdata: stored[name] for name, tensor in self.tensors.items()}
-        # id of a result -> the operation, its arguments, and the result's number among several (None for a single one)
+        self._by_storage = {
+            tensor.untyped_storage()._cdata: stored[name] for name, tensor in self.tensors.items()
+        }
+        # id of a result -> the operation, its arguments, and the result's number among several
+        # (None for a single one)
         self._operations: dict[int, tuple[Callable[..., Any], Any, int | None]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,9 +86,18 @@ class SymbolicTensors(TorchFunctionMode):
     def piece(self, name: str, tensor: torch.Tensor) -> Piece:
         """Where the values of ``tensor`` come from; the conversion returned it under ``name``."""
         leaf = self._by_storage.get(tensor.untyped_storage()._cdata)
-        if leaf is not None and tensor.is_contiguous() and str(tensor.dtype).removeprefix("torch.") == leaf.dtype:
+        if (
+            leaf is not None
+            and tensor.is_contiguous()
+            and str(tensor.dtype).removeprefix("torch.") == leaf.dtype
+        ):
             begin = leaf.begin + int(tensor.storage_offset()) * tensor.element_size()
-            return replace(leaf, shape=tuple(tensor.shape), nbytes=tensor.numel() * tensor.element_size(), begin=begin)
+            return replace(
+                leaf,
+                shape=tuple(tensor.shape),
+                nbytes=tensor.numel() * tensor.element_size(),
+                begin=begin,
+            )
         leaves = self._leaves_of(tensor)
 
         def make(values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -94,7 +111,9 @@ class SymbolicTensors(TorchFunctionMode):
         if id(tensor) in self._leaves:
             return {id(tensor): self._leaves[id(tensor)]}
         found: dict[int, Stored] = {}
-        for one in tree_leaves(self._operations[id(tensor)][1]) if id(tensor) in self._operations else ():
+        for one in (
+            tree_leaves(self._operations[id(tensor)][1]) if id(tensor) in self._operations else ()
+        ):
             found |= self._leaves_of(one) if isinstance(one, torch.Tensor) else {}
         return found
 
@@ -111,10 +130,14 @@ class SymbolicTensors(TorchFunctionMode):
 Tensors = Mapping[str, torch.Tensor]
 
 
-def converted(module: nn.Module, symbols: SymbolicTensors, tensors: Tensors) -> dict[str, torch.Tensor]:
-    """``tensors`` by the names of ``module``, as diffusers converts them. They are tensors of ``symbols`` or computed from these.
+def converted(
+    module: nn.Module, symbols: SymbolicTensors, tensors: Tensors
+) -> dict[str, torch.Tensor]:
+    """``tensors`` by the names of ``module``, as diffusers converts them. They are tensors of
+    ``symbols`` or computed from these.
 
-    Raises InputError where diffusers has no conversion for the class, or the file is of another model.
+    Raises InputError where diffusers has no conversion for the class, or the file is of another
+    model.
     """
     convert = _conversion(module)
     if convert is None:
@@ -132,7 +155,9 @@ def converted(module: nn.Module, symbols: SymbolicTensors, tensors: Tensors) -> 
     return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
 
 
-def _conversion(module: nn.Module) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None:
+def _conversion(
+    module: nn.Module,
+) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None:
     import diffusers
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
     from diffusers.loaders.single_file_utils import convert_sd3_t5_checkpoint_to_diffusers
@@ -140,7 +165,9 @@ def _conversion(module: nn.Module) -> Callable[[dict[str, torch.Tensor]], dict[s
     model: Any = module
     for name, functions in SINGLE_FILE_LOADABLE_CLASSES.items():
         if isinstance(module, getattr(diffusers, name)):
-            return lambda checkpoint: functions["checkpoint_mapping_fn"](config=dict(model.config), checkpoint=checkpoint)
+            return lambda checkpoint: functions["checkpoint_mapping_fn"](
+                config=dict(model.config), checkpoint=checkpoint
+            )
     kinds = {kind.__name__ for kind in type(module).__mro__}
     if kinds & {"CLIPTextModel", "CLIPTextModelWithProjection"}:
         return lambda checkpoint: _clip(module, checkpoint)
@@ -148,8 +175,9 @@ def _conversion(module: nn.Module) -> Callable[[dict[str, torch.Tensor]], dict[s
 
 
 def _clip(module: Any, checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The CLIP of ``module``'s width in ``checkpoint``: of several (SDXL, SD3) the one whose position table fits, as diffusers'
-    `create_diffusers_clip_model_from_ldm` chooses it. Raises ValueError where there is none.
+    """The CLIP of ``module``'s width in ``checkpoint``: of several (SDXL, SD3) the one whose
+    position table fits, as diffusers' `create_diffusers_clip_model_from_ldm` chooses it. Raises
+    ValueError where there is none.
     """
     from diffusers.loaders import single_file_utils
 
@@ -163,19 +191,31 @@ def _clip(module: Any, checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.T
     open_clips = (
         (single_file_utils.is_open_clip_model(checkpoint), "cond_stage_model.model."),
         (fits("open_clip_sdxl"), "conditioner.embedders.1.model."),
-        (single_file_utils.is_open_clip_sdxl_refiner_model(checkpoint), "conditioner.embedders.0.model."),
+        (
+            single_file_utils.is_open_clip_sdxl_refiner_model(checkpoint),
+            "conditioner.embedders.0.model.",
+        ),
     )
     found: dict[str, torch.Tensor]
     if single_file_utils.is_clip_model(checkpoint) or fits("clip_sdxl"):
         found = single_file_utils.convert_ldm_clip_checkpoint(checkpoint)
     elif fits("clip_sd3"):
-        found = single_file_utils.convert_ldm_clip_checkpoint(checkpoint, "text_encoders.clip_l.transformer.")
-        found["text_projection.weight"] = torch.eye(width, device="cpu")  # the file has none: diffusers uses the identity
+        found = single_file_utils.convert_ldm_clip_checkpoint(
+            checkpoint, "text_encoders.clip_l.transformer."
+        )
+        # the file has none: diffusers uses the identity
+        found["text_projection.weight"] = torch.eye(width, device="cpu")
     elif prefixes := [prefix for there, prefix in open_clips if there]:
-        found = single_file_utils.convert_open_clip_checkpoint(module, checkpoint, prefix=prefixes[0])
+        found = single_file_utils.convert_open_clip_checkpoint(
+            module, checkpoint, prefix=prefixes[0]
+        )
     elif fits("open_clip_sd3"):
-        found = single_file_utils.convert_ldm_clip_checkpoint(checkpoint, "text_encoders.clip_g.transformer.")
+        found = single_file_utils.convert_ldm_clip_checkpoint(
+            checkpoint, "text_encoders.clip_g.transformer."
+        )
     else:
         raise ValueError("no CLIP of this width")
     bare = not hasattr(module, "text_model")  # CLIPTextModel is flat from transformers 5.6 on
-    return {name.removeprefix("text_model.") if bare else name: tensor for name, tensor in found.items()}
+    return {
+        name.removeprefix("text_model.") if bare else name: tensor for name, tensor in found.items()
+    }

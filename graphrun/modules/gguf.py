@@ -2,8 +2,9 @@
 
 Planning needs the header only.
 
-    GGUF | version | tensors, keys | key: value ... | name, shape, type, offset ... | padding | data ............ |
-    row of Q8_0    | scale, fp16 | 32 int8 | scale | 32 int8 | ...      a weight [out in] is [out bytes-per-row] uint8
+    GGUF | version | tensors, keys | key: value ... | name, shape, type, offset ... | padding | data
+    ............ | row of Q8_0    | scale, fp16 | 32 int8 | scale | 32 int8 | ...      a weight [out
+    in] is [out bytes-per-row] uint8
 
 Format: ggml's docs/gguf.md, versions 2 and 3.
 """
@@ -28,21 +29,37 @@ from graphrun.reading import opened
 # Types that torch has: used as they are, or cast to the component's dtype when they are read.
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 _ALIGNMENT = 32  # of the data, unless `general.alignment` is set
-_MAX_ENTRIES = 1 << 20  # keys, tensors and array elements together: a damaged count must not exhaust memory
+# keys, tensors and array elements together: a damaged count must not exhaust memory
+_MAX_ENTRIES = 1 << 20
 _MAX_DIMENSIONS = 4  # ggml's GGML_MAX_DIMS
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _TEXT, _ARRAY = 8, 9
 
 
 def gguf_tensors(file: Path, where: str) -> tuple[Stored, ...]:
     """Every tensor of the GGUF ``file``; quantized ones as rows of bytes, with their type.
 
-    Raises GraphError for a file that is not GGUF or is truncated, or has a tensor of a type that diffusers cannot compute with.
+    Raises GraphError for a file that is not GGUF or is truncated, or has a tensor of a type that
+    diffusers cannot compute with.
     """
     try:
         import gguf
     except ImportError as error:
-        raise GraphError(f"precision gguf needs the package gguf: {install_command('gguf')}", where) from error
+        raise GraphError(
+            f"precision gguf needs the package gguf: {install_command('gguf')}", where
+        ) from error
     sizes = {int(kind): (kind.name, *size) for kind, size in gguf.GGML_QUANT_SIZES.items()}
     known = _PLAIN.keys() | quantized_types().keys()
     try:
@@ -50,25 +67,43 @@ def gguf_tensors(file: Path, where: str) -> tuple[Stored, ...]:
             length = os.fstat(content.fileno()).st_size
             tensors, start = _header(content)
     except InputError as error:
-        raise GraphError(f"{error}; its header is needed to plan: get it, or leave gguf out of precision:", where) from None
+        raise GraphError(
+            f"{error}; its header is needed to plan: get it, or leave gguf out of precision:", where
+        ) from None
     except OSError as error:
         raise GraphError(f"{file} cannot be read: {error.strerror}", where) from error
     except (ValueError, struct.error, KeyError, EOFError, OverflowError) as error:
-        raise broken(file, "is truncated or corrupt: its header is not a GGUF header", where) from error
+        raise broken(
+            file, "is truncated or corrupt: its header is not a GGUF header", where
+        ) from error
     found = []
     for name, shape, number, offset in tensors:
         kind, block, size = sizes.get(number, (f"type {number}", 0, 0))
         if kind not in known:
-            raise GraphError(f"{file}: {name} is {kind}, which diffusers cannot compute with", where)
+            raise GraphError(
+                f"{file}: {name} is {kind}, which diffusers cannot compute with", where
+            )
         row, nbytes = shape[-1] if shape else 1, math.prod(shape) // block * size
-        what = f"{name} has rows of {row} elements, not a multiple of {block}" if row % block else ""
+        what = (
+            f"{name} has rows of {row} elements, not a multiple of {block}" if row % block else ""
+        )
         if start + offset + nbytes > length:
             what = what or f"it ends at {length} bytes, inside {name}"
         if what:
             raise broken(file, f"is truncated or corrupt: {what}", where)
         plain = kind in _PLAIN
         held = shape if plain else (*shape[:-1], row // block * size)
-        found.append(Stored(name, _PLAIN.get(kind, "uint8"), held, nbytes, str(file), start + offset, "" if plain else kind))
+        found.append(
+            Stored(
+                name,
+                _PLAIN.get(kind, "uint8"),
+                held,
+                nbytes,
+                str(file),
+                start + offset,
+                "" if plain else kind,
+            )
+        )
     return tuple(found)
 
 
@@ -76,7 +111,11 @@ def quantized_types() -> Mapping[str, Any]:
     """Type -> diffusers' function that dequantizes its blocks. Needs the package gguf."""
     from diffusers.quantizers.gguf.utils import dequantize_functions
 
-    return {kind.name: function for kind, function in dequantize_functions.items() if kind.name not in _PLAIN}
+    return {
+        kind.name: function
+        for kind, function in dequantize_functions.items()
+        if kind.name not in _PLAIN
+    }
 
 
 def shape_of(rows: torch.Size | tuple[int, ...], kind: str) -> tuple[int, ...]:
@@ -86,7 +125,8 @@ def shape_of(rows: torch.Size | tuple[int, ...], kind: str) -> tuple[int, ...]:
 
 
 def dequantized(data: torch.Tensor, kind: str) -> torch.Tensor:
-    """``data`` [... bytes-per-row] of type ``kind`` as numbers, in fp16 or fp32 as diffusers' `dequantize_gguf_tensor` returns."""
+    """``data`` [... bytes-per-row] of type ``kind`` as numbers, in fp16 or fp32 as diffusers'
+    `dequantize_gguf_tensor` returns."""
     block, size = _block(kind)
     numbers: torch.Tensor = quantized_types()[kind](data.reshape(-1, size), block, size)
     return numbers.reshape(shape_of(data.shape, kind))
@@ -101,7 +141,8 @@ def _block(kind: str) -> tuple[int, int]:
 
 
 def _header(opened: BinaryIO) -> tuple[list[tuple[str, tuple[int, ...], int, int]], int]:
-    """(name, shape with the slowest-varying dimension first, type, offset) of every tensor, and the file offset of the data."""
+    """(name, shape with the slowest-varying dimension first, type, offset) of every tensor, and the
+    file offset of the data."""
     read = _Reader(opened)
     if opened.read(4) != b"GGUF" or read.number("I") not in (2, 3):
         raise ValueError("no GGUF")

@@ -1,7 +1,8 @@
-"""Repositories on the Hugging Face hub: what is in one, whether it may be read, and its download, by huggingface_hub's own client.
+"""Repositories on the Hugging Face hub: what is in one, whether it may be read, and its download,
+by huggingface_hub's own client.
 
-Every failure of the client becomes a GraphError that says what to do. The client checks the size of what it downloads; `snapshot`
-checks the SHA-256 too, after which the hub's cache names large files.
+Every failure of the client becomes a GraphError that says what to do. The client checks the size of
+what it downloads; `snapshot` checks the SHA-256 too, after which the hub's cache names large files.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A repository at a commit: bytes of its files by path, and its licence ("" where its card names none)."""
+    """A repository at a commit: bytes of its files by path, and its licence ("" where its card
+    names none)."""
 
     commit: str
     licence: str
@@ -30,9 +32,11 @@ class Listing:
 
 
 def look(repository: str, revision: str | None, where: str = "") -> Listing:
-    """What is in ``repository``. One request, and another one if it is gated: whether this user may read it.
+    """What is in ``repository``. One request, and another one if it is gated: whether this user may
+    read it.
 
-    Raises GraphError at ``where`` for a repository or revision that is not there or may not be read, and without a network.
+    Raises GraphError at ``where`` for a repository or revision that is not there or may not be
+    read, and without a network.
     """
     from huggingface_hub import HfApi
 
@@ -43,7 +47,11 @@ def look(repository: str, revision: str | None, where: str = "") -> Listing:
             api.auth_check(repository)
     card: Any = info.card_data or {}
     licence = card.get("license_name") or card.get("license") or ""
-    return Listing(info.sha or "", str(licence), {file.rfilename: file.size or 0 for file in info.siblings or ()})
+    return Listing(
+        info.sha or "",
+        str(licence),
+        {file.rfilename: file.size or 0 for file in info.siblings or ()},
+    )
 
 
 def snapshot(
@@ -56,11 +64,12 @@ def snapshot(
     where: str = "",
     progress: Progress | None = None,
 ) -> Path:
-    """The folder in the hub's cache with the files of ``repository`` that match ``allow`` and not ``ignore``; those that are not
-    there are downloaded.
+    """The folder in the hub's cache with the files of ``repository`` that match ``allow`` and not
+    ``ignore``; those that are not there are downloaded.
 
-    ``what``: what errors say is missing; "": the repository. ``progress``: in place of the client's own bars. Raises GraphError at
-    ``where``. Files that are complete by then stay, and the next call goes on with the others.
+    ``what``: what errors say is missing; "": the repository. ``progress``: in place of the client's
+    own bars. Raises GraphError at ``where``. Files that are complete by then stay, and the next
+    call goes on with the others.
     """
     from huggingface_hub import constants, snapshot_download
 
@@ -69,9 +78,20 @@ def snapshot(
     bar: Any = {} if progress is None else {"tqdm_class": _bar(progress)}
     with _explained(what or repository, repository, revision, where):
         try:
-            root = snapshot_download(repository, revision=revision, allow_patterns=list(allow), ignore_patterns=list(ignore), **bar)
+            root = snapshot_download(
+                repository,
+                revision=revision,
+                allow_patterns=list(allow),
+                ignore_patterns=list(ignore),
+                **bar,
+            )
         finally:
-            _check([blobs / name for name in _names(blobs) if name not in before], what or repository, where, progress)
+            _check(
+                [blobs / name for name in _names(blobs) if name not in before],
+                what or repository,
+                where,
+                progress,
+            )
     return Path(root)
 
 
@@ -87,8 +107,8 @@ def _names(folder: Path) -> list[str]:
 
 
 def _check(blobs: Sequence[Path], what: str, where: str, progress: Progress | None) -> None:
-    """Deletes those of ``blobs`` whose content is not that of their name, and raises GraphError if there are any. Small files are
-    named after a hash of git's own, and are not checked.
+    """Deletes those of ``blobs`` whose content is not that of their name, and raises GraphError if
+    there are any. Small files are named after a hash of git's own, and are not checked.
     """
     sizes = {blob: blob.stat().st_size for blob in blobs if len(blob.name) == 64}
     done, wrong = 0, dict[str, str]()
@@ -107,7 +127,8 @@ def _check(blobs: Sequence[Path], what: str, where: str, progress: Progress | No
 
 
 def _bar(progress: Progress) -> type[Any]:
-    """A class with as much of tqdm's interface as `snapshot_download` uses. Of its three bars, the one of bytes written counts."""
+    """A class with as much of tqdm's interface as `snapshot_download` uses. Of its three bars, the
+    one of bytes written counts."""
 
     class Bar:
         format_dict: Mapping[str, float] = {}
@@ -137,25 +158,41 @@ def _bar(progress: Progress) -> type[Any]:
 
 @contextmanager
 def _explained(what: str, repository: str, revision: str | None, where: str) -> Iterator[None]:
-    """Turns every exception of the hub's client into a GraphError at ``where`` that says what to do."""
+    """Turns every exception of the hub's client into a GraphError at ``where`` that says what to
+    do."""
     try:
         yield
     except GraphrunError:
         raise
     except Exception as error:
-        raise GraphError(f"cannot get {what} from the hub: {_why(error, repository, revision)}", where) from error
+        raise GraphError(
+            f"cannot get {what} from the hub: {_why(error, repository, revision)}", where
+        ) from error
 
 
 def _why(error: Exception, repository: str, revision: str | None) -> str:
     from huggingface_hub import constants
-    from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     chain = [error]
     while (cause := chain[-1].__cause__) is not None and isinstance(cause, Exception):
         chain.append(cause)
     page, login = f"{constants.ENDPOINT}/{repository}", "hf auth login"
-    status = next(filter(None, (getattr(getattr(each, "response", None), "status_code", None) for each in chain)), None)
-    said = next(filter(None, (" ".join(str(each).split()) for each in reversed(chain))), type(error).__name__)[:200].rstrip(".")
+    status = next(
+        filter(
+            None, (getattr(getattr(each, "response", None), "status_code", None) for each in chain)
+        ),
+        None,
+    )
+    said = next(
+        filter(None, (" ".join(str(each).split()) for each in reversed(chain))),
+        type(error).__name__,
+    )[:200].rstrip(".")
     if any(isinstance(each, OfflineModeIsEnabled) for each in chain):
         return "HF_HUB_OFFLINE is set, and the hub's cache lacks it; unset it, or give a folder: none is here by this name"
     if isinstance(error, GatedRepoError) and status == 403:

@@ -1,13 +1,18 @@
-"""Finds the files of a component's source, checks that its safetensors are complete, and lists their tensors and their origin.
+"""Finds the files of a component's source, checks that its safetensors are complete, and lists
+their tensors and their origin.
 
-Pickled weights are never read, and of safetensors only the headers: names, dtypes and shapes. The origin of weights for a trace is
-their source, commit, and each file's size, modification time and, where the hub's cache has it, SHA-256.
+Pickled weights are never read, and of safetensors only the headers: names, dtypes and shapes. The
+origin of weights for a trace is their source, commit, and each file's size, modification time and,
+where the hub's cache has it, SHA-256.
 
-    /folder                     owner/name/transformer          a component's folder, in the layout of diffusers
-    /model.safetensors          owner/name/model.safetensors    one file; its tensors in any order
-                                owner/name@revision/...         at a commit, branch or tag ("/" in its name as %2F)
+    /folder                     owner/name/transformer          a component's folder, in the layout
+    of diffusers /model.safetensors          owner/name/model.safetensors    one file; its tensors
+    in any order
+                                owner/name@revision/...         at a commit, branch or tag ("/" in
+                                its name as %2F)
 
-    file.safetensors    | header's length, 8 bytes | header: {name: {dtype, shape, data_offsets}} | data ............ |
+    file.safetensors    | header's length, 8 bytes | header: {name: {dtype, shape, data_offsets}} |
+    data ............ |
 """
 
 from __future__ import annotations
@@ -32,17 +37,40 @@ if TYPE_CHECKING:
 # Files of a component's folder, and of a tokenizer's, scheduler's or processor's.
 OF_COMPONENT, OF_PART = ("*.json", "*.safetensors"), ("*.json", "*.txt", "*.model")
 
-# Half-precision copies and exports for other frameworks that many repositories have beside the weights.
+# Half-precision copies and exports for other frameworks that many repositories have beside the
+# weights.
 _IGNORED_PATTERNS = ["*.fp16.*", "*.fp16-*", "*.non_ema.*", "*openvino*", "*onnx*"]
 _PICKLED = (".bin", ".ckpt", ".pt", ".pth")
 
 # Bits per element of each dtype of the format, and torch's name for it (safetensors' own `Dtype`).
 _DTYPES = {
-    **{"F64": (64, "float64"), "F32": (32, "float32"), "F16": (16, "float16"), "BF16": (16, "bfloat16"), "BOOL": (8, "bool")},
-    **{"I64": (64, "int64"), "I32": (32, "int32"), "I16": (16, "int16"), "I8": (8, "int8"), "U8": (8, "uint8")},
-    **{"U64": (64, "uint64"), "U32": (32, "uint32"), "U16": (16, "uint16"), "C64": (64, "complex64")},
+    **{
+        "F64": (64, "float64"),
+        "F32": (32, "float32"),
+        "F16": (16, "float16"),
+        "BF16": (16, "bfloat16"),
+        "BOOL": (8, "bool"),
+    },
+    **{
+        "I64": (64, "int64"),
+        "I32": (32, "int32"),
+        "I16": (16, "int16"),
+        "I8": (8, "int8"),
+        "U8": (8, "uint8"),
+    },
+    **{
+        "U64": (64, "uint64"),
+        "U32": (32, "uint32"),
+        "U16": (16, "uint16"),
+        "C64": (64, "complex64"),
+    },
     **{"F6_E2M3": (6, "float6_e2m3fn"), "F6_E3M2": (6, "float6_e3m2fn")},
-    **{"F8_E4M3": (8, "float8_e4m3fn"), "F8_E5M2": (8, "float8_e5m2"), "F8_E8M0": (8, "float8_e8m0fnu"), "F4": (4, "float4")},
+    **{
+        "F8_E4M3": (8, "float8_e4m3fn"),
+        "F8_E5M2": (8, "float8_e5m2"),
+        "F8_E8M0": (8, "float8_e8m0fnu"),
+        "F4": (4, "float4"),
+    },
 }
 _COMPUTABLE = re.compile(r"B?F(16|32|64)|F8_\w+")
 _INDEX, _WEIGHTS = "*.safetensors.index*.json", "*.safetensors"
@@ -52,7 +80,8 @@ _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file, as a header describes it: ``dtype`` by torch's name, ``nbytes`` from offset ``begin`` of ``file``.
+    """A tensor in a file, as a header describes it: ``dtype`` by torch's name, ``nbytes`` from
+    offset ``begin`` of ``file``.
 
     ``quant``: the type of a quantized GGUF tensor, whose rows are bytes; "" for others.
     """
@@ -76,14 +105,18 @@ class Stored:
 
 
 def find_folder(source: str, patterns: tuple[str, ...], where: str, variant: str = "") -> Path:
-    """The local path of ``source`` with the files that match ``patterns``, from the hub's cache or downloaded to it.
+    """The local path of ``source`` with the files that match ``patterns``, from the hub's cache or
+    downloaded to it.
 
-    ``source`` is an absolute path or ``owner/repo[@revision][/subfolder or file]``. ``variant``: which variant of the files is
-    wanted. Raises GraphError at ``where``.
+    ``source`` is an absolute path or ``owner/repo[@revision][/subfolder or file]``. ``variant``:
+    which variant of the files is wanted. Raises GraphError at ``where``.
     """
     if Path(source).is_absolute():
         if not os.path.exists(source):
-            raise GraphError(f"no such folder: {source}; give the path of a folder, or remove source: for random weights", where)
+            raise GraphError(
+                f"no such folder: {source}; give the path of a folder, or remove source: for random weights",
+                where,
+            )
         return Path(source)
     repository, _, inside = split_source(source)
     revision, allow, ignore = asked_of(source, patterns, variant)
@@ -95,13 +128,21 @@ def find_folder(source: str, patterns: tuple[str, ...], where: str, variant: str
     return place
 
 
-def asked_of(source: str, patterns: Sequence[str], variant: str = "") -> tuple[str | None, list[str], list[str]]:
-    """(revision, patterns of paths, patterns to leave out) of the files of the hub path ``source`` that match ``patterns``.
+def asked_of(
+    source: str, patterns: Sequence[str], variant: str = ""
+) -> tuple[str | None, list[str], list[str]]:
+    """(revision, patterns of paths, patterns to leave out) of the files of the hub path ``source``
+    that match ``patterns``.
 
-    The revision is the commit in the local cache where there is one, even if the branch has moved since.
+    The revision is the commit in the local cache where there is one, even if the branch has moved
+    since.
     """
     _, revision, inside = split_source(source)
-    allow = [inside] if inside.endswith(WEIGHT_FILES) else [f"{inside}/{pattern}" if inside else pattern for pattern in patterns]
+    allow = (
+        [inside]
+        if inside.endswith(WEIGHT_FILES)
+        else [f"{inside}/{pattern}" if inside else pattern for pattern in patterns]
+    )
     commit = commit_of(source)
     ignore = [pattern for pattern in _IGNORED_PATTERNS if not variant or variant not in pattern]
     return commit if len(commit) == 40 else revision, allow, ignore
@@ -115,12 +156,14 @@ def split_source(source: str) -> tuple[str, str | None, str]:
 
 
 def commit_of(source: str) -> str:
-    """The commit of a hub path's revision in the local hub cache; "" for an absolute path or a revision that is not cached."""
+    """The commit of a hub path's revision in the local hub cache; "" for an absolute path or a
+    revision that is not cached."""
     return snapshot.name if (snapshot := _snapshot(source)) is not None else ""
 
 
 def local_place(source: str) -> Path | None:
-    """The local folder or file of ``source``: an absolute path itself, or the repository's snapshot in the hub's cache.
+    """The local folder or file of ``source``: an absolute path itself, or the repository's snapshot
+    in the hub's cache.
 
     No network. A snapshot may be incomplete. None where nothing is local.
     """
@@ -130,7 +173,8 @@ def local_place(source: str) -> Path | None:
 
 
 def _snapshot(source: str) -> Path | None:
-    """The folder of a hub path's revision in the local hub cache, named after the commit; None for an absolute path."""
+    """The folder of a hub path's revision in the local hub cache, named after the commit; None for
+    an absolute path."""
     from huggingface_hub import constants
 
     repository, revision, _ = split_source(source)
@@ -155,24 +199,34 @@ def config_file(source: str | None) -> Path | None:
 
 
 def has_weights(place: Path, variant: str = "") -> bool:
-    """Whether ``place`` is a file, or a folder with safetensors or an index of them, complete or not."""
-    return place.is_file() or bool(_of_variant(place, _INDEX, variant) or _of_variant(place, _WEIGHTS, variant))
+    """Whether ``place`` is a file, or a folder with safetensors or an index of them, complete or
+    not."""
+    return place.is_file() or bool(
+        _of_variant(place, _INDEX, variant) or _of_variant(place, _WEIGHTS, variant)
+    )
 
 
 def complete(source: str, where: str, variant: str = "") -> bool:
     """Whether all files of weights of ``source`` are local."""
     place = local_place(source)
-    return place is not None and has_weights(place, variant) and all(file.exists() for file in _listed(place, where, variant))
+    return (
+        place is not None
+        and has_weights(place, variant)
+        and all(file.exists() for file in _listed(place, where, variant))
+    )
 
 
 def stored_tensors(place: Path, where: str, variant: str = "") -> tuple[Stored, ...]:
-    """Every tensor in the safetensors of ``place``, from their headers. Raises
-    GraphError where there is none, a shard of the index is missing, or a file is truncated or corrupt."""
-    return tuple(tensor for file in _listed(place, where, variant) for tensor in _header(file, where))
+    """Every tensor in the safetensors of ``place``, from their headers. Raises GraphError where
+    there is none, a shard of the index is missing, or a file is truncated or corrupt."""
+    return tuple(
+        tensor for file in _listed(place, where, variant) for tensor in _header(file, where)
+    )
 
 
 def file_stamps(place: Path, where: str, variant: str = "") -> list[list[Any]]:
-    """Name, bytes and modification time (ns) of each safetensors file; the name only where a file is missing."""
+    """Name, bytes and modification time (ns) of each safetensors file; the name only where a file
+    is missing."""
     files = _listed(place, where, variant) if has_weights(place, variant) else ()
     return [[file.name, *_stamp(file)] for file in files]
 
@@ -192,7 +246,13 @@ def _listed(place: Path, where: str, variant: str) -> list[Path]:
     indices = _of_variant(place, _INDEX, variant)
     if files := _shards(indices[0], where) if indices else _of_variant(place, _WEIGHTS, variant):
         return files
-    others = sorted({name for path in place.glob("*.safetensors*") if (name := _variant_of(path.name)) != variant})
+    others = sorted(
+        {
+            name
+            for path in place.glob("*.safetensors*")
+            if (name := _variant_of(path.name)) != variant
+        }
+    )
     pickled = sorted(path.name for path in place.glob("*") if path.suffix in _PICKLED)
     text = f"no safetensors{f' of variant {variant}' if variant else ''} in {place}"
     if others:
@@ -209,71 +269,112 @@ def _of_variant(folder: Path, pattern: str, variant: str) -> list[Path]:
 
 
 def _variant_of(name: str) -> str:
-    """``fp16`` for ``model.fp16.safetensors``, ``model.fp16-00001-of-00002.safetensors`` and ``model.safetensors.index.fp16.json``
-    (diffusers' `_add_variant`).
+    """``fp16`` for ``model.fp16.safetensors``, ``model.fp16-00001-of-00002.safetensors`` and
+    ``model.safetensors.index.fp16.json`` (diffusers' `_add_variant`).
     """
     stem, _, index = name.partition(".safetensors")
-    return _SHARD.sub("", stem.partition(".")[2]) or index.removeprefix(".index").removesuffix(".json").strip(".")
+    return _SHARD.sub("", stem.partition(".")[2]) or index.removeprefix(".index").removesuffix(
+        ".json"
+    ).strip(".")
 
 
 def _shards(index: Path, where: str) -> list[Path]:
     try:
         names = sorted(set(read_json(index)["weight_map"].values()))
     except (InputError, KeyError, TypeError, AttributeError) as error:
-        raise GraphError(f"{index} is not a safetensors index: {_first_line(error)}", where) from error
-    return [inside(index.parent, name, f"{index} is not a safetensors index: it names", where, GraphError) for name in names]
+        raise GraphError(
+            f"{index} is not a safetensors index: {_first_line(error)}", where
+        ) from error
+    return [
+        inside(
+            index.parent, name, f"{index} is not a safetensors index: it names", where, GraphError
+        )
+        for name in names
+    ]
 
 
 def _header(file: Path, where: str) -> list[Stored]:
     """The tensors in the header of ``file``, checked against itself and the file's size."""
     try:
         with opened(file) as content:
-            size, length = os.fstat(content.fileno()).st_size, int.from_bytes(content.read(8), "little")
+            size, length = (
+                os.fstat(content.fileno()).st_size,
+                int.from_bytes(content.read(8), "little"),
+            )
             if size < 8 or length > size - 8:
-                raise broken(file, f"is truncated or corrupt: its header should have {length} bytes and the file has {size}", where)
-            require("text_bytes", length, f"{file} has a header of {length:,} bytes", where, GraphError)
+                raise broken(
+                    file,
+                    f"is truncated or corrupt: its header should have {length} bytes and the file has {size}",
+                    where,
+                )
+            require(
+                "text_bytes", length, f"{file} has a header of {length:,} bytes", where, GraphError
+            )
             header = parse_json(content.read(length))
-        tensors = [_stored(name, item, str(file), 8 + length) for name, item in header.items() if name != "__metadata__"]
+        tensors = [
+            _stored(name, item, str(file), 8 + length)
+            for name, item in header.items()
+            if name != "__metadata__"
+        ]
     except GraphError:
         raise
     except InputError as error:
-        raise broken(file, "is missing" if not os.path.lexists(file) else str(error).removeprefix(f"{file}: "), where) from error
+        raise broken(
+            file,
+            "is missing" if not os.path.lexists(file) else str(error).removeprefix(f"{file}: "),
+            where,
+        ) from error
     except OSError as error:
         raise broken(file, f"cannot be read: {error.strerror}", where) from error
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise broken(file, "is corrupt: its header is not a safetensors header", where) from error
-    end = 8 + length  # tensors lie end to end: a tensor may have no bytes in common with another one, and no bytes are unused
+    # tensors lie end to end: a tensor may have no bytes in common with another one, and no bytes
+    # are unused
+    end = 8 + length
     for tensor in sorted(tensors, key=lambda tensor: (tensor.begin, tensor.nbytes)):
         if tensor.begin != end:
-            raise broken(file, f"is corrupt: {tensor.name} is not where the tensor before it ends", where)
+            raise broken(
+                file, f"is corrupt: {tensor.name} is not where the tensor before it ends", where
+            )
         end += tensor.nbytes
     if end != size:
-        raise broken(file, f"is truncated or corrupt: its header describes {end} bytes and the file has {size}", where)
+        raise broken(
+            file,
+            f"is truncated or corrupt: its header describes {end} bytes and the file has {size}",
+            where,
+        )
     return tensors
 
 
 def _stored(name: str, item: Any, file: str, start: int) -> Stored:
-    """The tensor that ``item`` describes. Raises ValueError, or another exception for a wrong type, where it describes none."""
+    """The tensor that ``item`` describes. Raises ValueError, or another exception for a wrong type,
+    where it describes none."""
     bits, dtype = _DTYPES[item["dtype"]]
     shape, (begin, end) = tuple(item["shape"]), item["data_offsets"]
-    if any(type(n) is not int or n < 0 for n in (*shape, begin, end)) or 8 * (end - begin) != bits * math.prod(shape):
+    if any(type(n) is not int or n < 0 for n in (*shape, begin, end)) or 8 * (
+        end - begin
+    ) != bits * math.prod(shape):
         raise ValueError(name)
     refuse_overflow(shape)
     return Stored(name, dtype, shape, end - begin, file, start + begin)
 
 
 def refuse_overflow(shape: Sequence[int]) -> None:
-    """Raises ValueError where torch cannot hold ``shape``, whose strides must fit 64 bits even where it has no elements."""
+    """Raises ValueError where torch cannot hold ``shape``, whose strides must fit 64 bits even
+    where it has no elements."""
     if math.prod(max(1, n) for n in shape) >= 2**63:
         raise ValueError(f"a tensor of shape {list(shape)}")
 
 
 def refuse_uncomputable(kinds: Mapping[str, str]) -> None:
-    """Raise ValueError for a tensor of a safetensors type that torch cannot cast to another floating-point type.
+    """Raise ValueError for a tensor of a safetensors type that torch cannot cast to another
+    floating-point type.
 
     ``kinds``: name of a tensor -> its type, such as ``BF16``.
     """
-    if odd := [f"{name} is {kind}" for name, kind in kinds.items() if not _COMPUTABLE.fullmatch(kind)]:
+    if odd := [
+        f"{name} is {kind}" for name, kind in kinds.items() if not _COMPUTABLE.fullmatch(kind)
+    ]:
         raise ValueError(f"{odd[0]}, and torch needs floating-point numbers of 8 bits or more")
 
 
@@ -289,8 +390,8 @@ def _first_line(error: Exception) -> str:
 def origin_of(component: Component, precision: str) -> dict[str, Any] | None:
     """The origin of ``component``'s weights for a trace, JSON-ready; None for random weights.
 
-    ``source``; ``commit`` ("" for a path); ``files``: each with ``name``, ``bytes``, ``mtime_ns`` and, where the hub's cache names
-    the file by its content, ``sha256``.
+    ``source``; ``commit`` ("" for a path); ``files``: each with ``name``, ``bytes``, ``mtime_ns``
+    and, where the hub's cache names the file by its content, ``sha256``.
     """
     source = component.source_in(precision)
     place = local_place(source) if source is not None else None
@@ -298,26 +399,37 @@ def origin_of(component: Component, precision: str) -> dict[str, Any] | None:
         return None
     files = [place] if place.is_file() else _listed(place, component.where, component.variant)
     read = [*files, *(Path(lora.file) for lora in component.loras)]
-    return {"component": component.name, "source": source, "commit": commit_of(source), "files": [_origin(path) for path in read]}
+    return {
+        "component": component.name,
+        "source": source,
+        "commit": commit_of(source),
+        "files": [_origin(path) for path in read],
+    }
 
 
 def commits_of(components: Iterable[Component]) -> tuple[tuple[str, str], ...]:
-    """(``owner/name`` or ``owner/name@revision``, commit) for each repository that ``components`` have weights from and whose
-    commit the local hub cache has.
+    """(``owner/name`` or ``owner/name@revision``, commit) for each repository that ``components``
+    have weights from and whose commit the local hub cache has.
     """
     found = {}
     for component in components:
         for source in (component.source, component.gguf):
             if source and (commit := commit_of(source)):
                 repository, revision, _ = split_source(source)
-                found[f"{repository}@{revision.replace('/', '%2F')}" if revision else repository] = commit
+                found[
+                    f"{repository}@{revision.replace('/', '%2F')}" if revision else repository
+                ] = commit
     return tuple(sorted(found.items()))
 
 
 def blob(path: Path) -> str:
     """The SHA-256 of the file's content, where the hub's cache names the file by it; else ""."""
     name = path.resolve().name
-    return name if path.is_symlink() and len(name) == 64 and path.resolve().parent.name == "blobs" else ""
+    return (
+        name
+        if path.is_symlink() and len(name) == 64 and path.resolve().parent.name == "blobs"
+        else ""
+    )
 
 
 def _origin(path: Path) -> dict[str, Any]:

@@ -1,12 +1,14 @@
-"""Reads or generates a component's values, tensor by tensor: from its files, from a random generator, or from a module in memory.
+"""Reads or generates a component's values, tensor by tensor: from its files, from a random
+generator, or from a module in memory.
 
-Host memory only; knows no plans. A source holds no more of a checkpoint than the tensor being read, except `LoadedSource`, which is
-used where the files name their tensors differently than the module.
+Host memory only; knows no plans. A source holds no more of a checkpoint than the tensor being read,
+except `LoadedSource`, which is used where the files name their tensors differently than the module.
 
-    name --Source--> value in the component's dtype --(quantized)--> the fields of the block's layout
+    name --Source--> value in the component's dtype --(quantized)--> the fields of the block's
+    layout
 
-Random weights depend on name and seed only, whatever is built before. They keep activations near 1 at any depth, so that images are
-finite and not flat in 16 bits.
+Random weights depend on name and seed only, whatever is built before. They keep activations near 1
+at any depth, so that images are finite and not flat in 16 bits.
 """
 
 from __future__ import annotations
@@ -30,17 +32,25 @@ from graphrun.modules.quantize import quantized
 from graphrun.modules.source_files import Stored
 from graphrun.systems import read_at
 
-# Tensors with more elements repeat a tile of this many: 12 billion parameters then fill at memory speed instead of that of the
-# generator (one thread, about 10**8 numbers a second). The number is odd, so that rows of usual lengths differ.
+# Tensors with more elements repeat a tile of this many: 12 billion parameters then fill at memory
+# speed instead of that of the generator (one thread, about 10**8 numbers a second). The number is
+# odd, so that rows of usual lengths differ.
 TILE = 2**20 - 3
 
 
 def values_of(owner: nn.Module, key: str, like: torch.Tensor, seed: str) -> torch.Tensor:
-    """Random values on the CPU for ``owner``'s parameter ``key``, with the shape and dtype of ``like``, from ``seed``."""
+    """Random values on the CPU for ``owner``'s parameter ``key``, with the shape and dtype of
+    ``like``, from ``seed``."""
     if like.dim() == 1 and "Norm" in type(owner).__name__:
         return torch.full(like.shape, 0.0 if key == "bias" else 1.0, dtype=like.dtype, device="cpu")
-    generator = torch.Generator("cpu").manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big"))
-    tile = torch.randn(min(like.numel(), TILE), generator=generator, device="cpu").mul_(scale(owner, key, like)).to(like.dtype)
+    generator = torch.Generator("cpu").manual_seed(
+        int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big")
+    )
+    tile = (
+        torch.randn(min(like.numel(), TILE), generator=generator, device="cpu")
+        .mul_(scale(owner, key, like))
+        .to(like.dtype)
+    )
     values = torch.empty(like.shape, dtype=like.dtype, device="cpu")
     for piece in torch.split(values.view(-1), TILE):
         piece.copy_(tile[: piece.numel()])
@@ -48,8 +58,8 @@ def values_of(owner: nn.Module, key: str, like: torch.Tensor, seed: str) -> torc
 
 
 def scale(owner: nn.Module, key: str, like: torch.Tensor) -> float:
-    """Standard deviation: 1 for embeddings, 1/sqrt(fan in) for weights (LeCun et al. 1998, Efficient BackProp, 4.6), 0.02 for
-    biases.
+    """Standard deviation: 1 for embeddings, 1/sqrt(fan in) for weights (LeCun et al. 1998,
+    Efficient BackProp, 4.6), 0.02 for biases.
     """
     if isinstance(owner, nn.Embedding):
         return 1.0
@@ -62,12 +72,14 @@ PIECE_BYTES = 16 << 20  # read at a time where the dtype differs
 
 
 class Source(Protocol):
-    """Values by name. ``plain``: whether values are read as stored in files, so that reading them again takes no extra work."""
+    """Values by name. ``plain``: whether values are read as stored in files, so that reading them
+    again takes no extra work."""
 
     plain: bool
 
     def into(self, name: str, target: torch.Tensor) -> int:
-        """Writes the tensor ``name`` to ``target``, which has its shape and dtype. Returns the bytes read from disk."""
+        """Writes the tensor ``name`` to ``target``, which has its shape and dtype. Returns the
+        bytes read from disk."""
 
     def close(self) -> None:
         """Closes what is open. The next `into` opens it again."""
@@ -84,7 +96,12 @@ class RandomSource:
         first: dict[int, str] = {}  # tied parameters have the values of the first
         for name, parameter in module.named_parameters(remove_duplicate=False):
             path, _, key = name.rpartition(".")
-            self._makers[name] = module.get_submodule(path), key, parameter, first.setdefault(id(parameter), f"{path}.{key}")
+            self._makers[name] = (
+                module.get_submodule(path),
+                key,
+                parameter,
+                first.setdefault(id(parameter), f"{path}.{key}"),
+            )
 
     def into(self, name: str, target: torch.Tensor) -> int:
         """Counts as if it had been read."""
@@ -99,8 +116,9 @@ class RandomSource:
 class FileSource:
     """Tensors of files, read directly into their target and cast on the way where dtypes differ.
 
-    ``stored``: pieces by the module's names. A derived tensor is computed from its leaves, which are in memory meanwhile. Raises
-    InputError where a file was changed or truncated since its header was read.
+    ``stored``: pieces by the module's names. A derived tensor is computed from its leaves, which
+    are in memory meanwhile. Raises InputError where a file was changed or truncated since its
+    header was read.
     """
 
     plain = True
@@ -116,7 +134,10 @@ class FileSource:
         piece = self._stored[name]
         if isinstance(piece, Stored):
             return self._plain_into(piece, target)
-        values = [torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype), device="cpu") for leaf in piece.leaves]
+        values = [
+            torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype), device="cpu")
+            for leaf in piece.leaves
+        ]
         for leaf, value in zip(piece.leaves, values, strict=True):
             self._plain_into(leaf, value)
         target.copy_(piece.make(values).reshape(target.shape))
@@ -152,7 +173,9 @@ class FileSource:
             except OSError as error:
                 raise InputError(f"{tensor.file} cannot be read: {error.strerror}") from error
             if count == 0:
-                raise InputError(f"{tensor.file} is truncated: it ends at {offset} bytes, inside {tensor.name}; download it again")
+                raise InputError(
+                    f"{tensor.file} is truncated: it ends at {offset} bytes, inside {tensor.name}; download it again"
+                )
             view, offset = view[count:], offset + count
 
     def _open(self, file: str) -> io.FileIO:
@@ -168,7 +191,8 @@ class FileSource:
 
 
 class LoadedSource:
-    """The tensors that ``load`` returns by name. It is called for the first tensor; `close` releases them."""
+    """The tensors that ``load`` returns by name. It is called for the first tensor; `close`
+    releases them."""
 
     plain = False
 
@@ -189,11 +213,12 @@ class LoadedSource:
 
 @dataclass(slots=True)
 class Writer:
-    """Writes a component's blocks. Values come from ``source``, unless they are in memory: ``buffers``, which were computed when
-    the module was built, and ``adapters``, tensors of IP-Adapters.
+    """Writes a component's blocks. Values come from ``source``, unless they are in memory:
+    ``buffers``, which were computed when the module was built, and ``adapters``, tensors of
+    IP-Adapters.
 
-    ``shapes``: shape and dtype of the weights that are quantized to ``precision`` after reading, by name. ``deltas``: what LoRAs
-    add to weights, by name.
+    ``shapes``: shape and dtype of the weights that are quantized to ``precision`` after reading, by
+    name. ``deltas``: what LoRAs add to weights, by name.
     """
 
     source: Source
@@ -205,11 +230,13 @@ class Writer:
 
     @property
     def plain(self) -> bool:
-        """Whether all values are read as stored in files, so that reading them again takes no extra work."""
+        """Whether all values are read as stored in files, so that reading them again takes no extra
+        work."""
         return self.source.plain and not (self.shapes or self.adapters or self.deltas)
 
     def into(self, name: str, target: torch.Tensor) -> int:
-        """Writes the tensor ``name`` to ``target``, before it is quantized. Returns the bytes read; 0 for a buffer."""
+        """Writes the tensor ``name`` to ``target``, before it is quantized. Returns the bytes read;
+        0 for a buffer."""
         if name in self.buffers:
             target.copy_(self.buffers[name])
             return 0
@@ -221,13 +248,22 @@ class Writer:
             delta.add_to(target)
         return nbytes
 
-    def write(self, layout: BlockLayout, buffer: torch.Tensor, count: Callable[[torch.Tensor], Any] = lambda _: None) -> int:
-        """Writes the block to ``buffer`` (flat uint8, in host memory). Returns the bytes read. ``count(tensor)`` is called for each
-        temporary tensor.
+    def write(
+        self,
+        layout: BlockLayout,
+        buffer: torch.Tensor,
+        count: Callable[[torch.Tensor], Any] = lambda _: None,
+    ) -> int:
+        """Writes the block to ``buffer`` (flat uint8, in host memory). Returns the bytes read.
+        ``count(tensor)`` is called for each temporary tensor.
         """
         read_bytes, fields = 0, dict[str, dict[str, torch.Tensor]]()
         for entry in layout.entries:
-            view = buffer[entry.offset : entry.offset + entry.nbytes].view(entry.tensor.dtype).view(entry.tensor.shape)
+            view = (
+                buffer[entry.offset : entry.offset + entry.nbytes]
+                .view(entry.tensor.dtype)
+                .view(entry.tensor.shape)
+            )
             name = entry.names[0]
             if not entry.field:
                 read_bytes += self.into(name, view)

@@ -1,4 +1,5 @@
-"""Finds and replaces tensors in nested containers and in objects that hold tensors, such as the output classes of models."""
+"""Finds and replaces tensors in nested containers and in objects that hold tensors, such as the
+output classes of models."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ Change = Callable[[Any], Any]
 
 
 def modules_below(module: nn.Module) -> list[nn.Module]:
-    """``module`` and the modules inside it, each once, in the order of `nn.Module.modules`, but without its nested
-    generators, which take most of the time of a loop."""
+    """``module`` and the modules inside it, each once, in the order of `nn.Module.modules`, but
+    without its nested generators, which take most of the time of a loop."""
     found: dict[int, nn.Module] = {}
 
     def add(module: nn.Module) -> None:
@@ -34,17 +35,18 @@ def modules_below(module: nn.Module) -> list[nn.Module]:
 
 
 def walk(value: Any, change: Change, kind: type[Any] = torch.Tensor) -> Any:
-    """A copy of ``value`` with ``change`` applied to every tensor in it, or to every instance of ``kind``.
+    """A copy of ``value`` with ``change`` applied to every tensor in it, or to every instance of
+    ``kind``.
 
-    Objects of diffusers and transformers are copied, those of other classes where they hold an instance of ``kind``; modules are
-    not. An object that is there twice is copied once.
+    Objects of diffusers and transformers are copied, those of other classes where they hold an
+    instance of ``kind``; modules are not. An object that is there twice is copied once.
     """
     return _walk(value, change, kind, {})
 
 
 def holders_in(arguments: Any) -> list[Any]:
-    """The outermost lists, dicts, deques and objects in ``arguments``, the ``(args, kwargs)`` of a call: what the called code may
-    put tensors in."""
+    """The outermost lists, dicts, deques and objects in ``arguments``, the ``(args, kwargs)`` of a
+    call: what the called code may put tensors in."""
     found = []
     for item in (*arguments[0], *arguments[1].values()):
         if isinstance(item, tuple):
@@ -56,7 +58,11 @@ def holders_in(arguments: Any) -> list[Any]:
 
 def content_of(holder: Any) -> Any:
     """What `holders_in` found holds: its items or attributes, as a list or dict."""
-    return list(holder) if isinstance(holder, (list, deque)) else dict(holder if isinstance(holder, dict) else vars(holder))
+    return (
+        list(holder)
+        if isinstance(holder, (list, deque))
+        else dict(holder if isinstance(holder, dict) else vars(holder))
+    )
 
 
 def put_content(holder: Any, content: Any) -> None:
@@ -75,7 +81,13 @@ def _walk(value: Any, change: Change, kind: type[Any], made: dict[int, Any]) -> 
         return change(value)
     if isinstance(value, (list, tuple)):
         items = [_walk(item, change, kind, made) for item in value]
-        return items if isinstance(value, list) else type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        return (
+            items
+            if isinstance(value, list)
+            else type(value)(*items)
+            if hasattr(value, "_fields")
+            else tuple(items)
+        )
     if isinstance(value, deque):
         return deque((_walk(item, change, kind, made) for item in value), value.maxlen)
     if isinstance(value, dict) and not hasattr(value, "to_tuple"):
@@ -87,7 +99,10 @@ def _walk(value: Any, change: Change, kind: type[Any], made: dict[int, Any]) -> 
         for key, item in value.items():
             setattr(twin, key, _walk(item, change, kind, made))
         return twin
-    if may_hold(value) and (type(value).__module__.startswith(LIBRARIES) or next(found_in(value, kind), None) is not None):
+    if may_hold(value) and (
+        type(value).__module__.startswith(LIBRARIES)
+        or next(found_in(value, kind), None) is not None
+    ):
         twin = made[id(value)] = copy.copy(value)
         for key, item in vars(value).items():
             vars(twin)[key] = _walk(item, change, kind, made)
@@ -101,7 +116,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def found_in(value: Any, kind: type[Any], seen: set[int] | None = None) -> Iterator[Any]:
-    """Every instance of ``kind`` in ``value``, in the order of `walk`. ``seen``: ids of objects that are left out."""
+    """Every instance of ``kind`` in ``value``, in the order of `walk`. ``seen``: ids of objects
+    that are left out."""
     if isinstance(value, kind):
         yield value
         return
@@ -120,9 +136,11 @@ def found_in(value: Any, kind: type[Any], seen: set[int] | None = None) -> Itera
             yield from found_in(item, kind, seen)
 
 
-def replace_in(value: Any, change: Callable[[torch.Tensor], torch.Tensor], seen: set[int] | None = None) -> Any:
-    """``value`` with ``change`` applied to every tensor in it, in place: containers and objects stay the same ones, except tuples
-    and ``value`` itself if it is a tensor."""
+def replace_in(
+    value: Any, change: Callable[[torch.Tensor], torch.Tensor], seen: set[int] | None = None
+) -> Any:
+    """``value`` with ``change`` applied to every tensor in it, in place: containers and objects
+    stay the same ones, except tuples and ``value`` itself if it is a tensor."""
     if isinstance(value, torch.Tensor):
         return change(value)
     seen = set() if seen is None else seen
@@ -145,7 +163,9 @@ def replace_in(value: Any, change: Callable[[torch.Tensor], torch.Tensor], seen:
     return value
 
 
-def computing_on(place: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def computing_on(
+    place: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with every device except the CPU replaced by ``place``."""
     there = walk((args, kwargs), lambda own: own if own.type == "cpu" else place, torch.device)
     return there  # type: ignore[no-any-return]
@@ -155,8 +175,9 @@ PLAIN = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.
 
 
 def may_hold(value: Any) -> bool:
-    """Whether ``value`` is an object, neither a module nor a container, whose attributes may hold tensors: a cache of keys and
-    values, a distribution, a table of positions. Objects of Python's own library hold none, except simple namespaces."""
+    """Whether ``value`` is an object, neither a module nor a container, whose attributes may hold
+    tensors: a cache of keys and values, a distribution, a table of positions. Objects of Python's
+    own library hold none, except simple namespaces."""
     kind: Any = type(value)
     return _may_hold(kind) and hasattr(value, "__dict__")
 
@@ -166,4 +187,6 @@ def _may_hold(kind: Any) -> bool:
     if issubclass(kind, (nn.Module, type, torch.Tensor, list, tuple, dict, deque)):
         return False
     package = kind.__module__.partition(".")[0]
-    return kind is types.SimpleNamespace or (package not in sys.stdlib_module_names and package not in ("graphrun", "numpy", "PIL"))
+    return kind is types.SimpleNamespace or (
+        package not in sys.stdlib_module_names and package not in ("graphrun", "numpy", "PIL")
+    )

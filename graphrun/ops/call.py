@@ -1,4 +1,5 @@
-"""The op `call`: runs a pipeline's own `__call__`, or the method that the stage names, and returns its outputs by name.
+"""The op `call`: runs a pipeline's own `__call__`, or the method that the stage names, and returns
+its outputs by name.
 
 image    the pictures                 one, or a list of several
 video    the frames                   a list of pictures, or a list of videos
@@ -32,8 +33,11 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 # Names in diffusers' models and pipelines for the samples per second of what they make.
 RATES = ("sampling_rate", "output_sampling_rate", "sample_rate")
-# Arguments of `__call__` that a stage does not pass through: graphrun sets them itself or has another word for them.
-RESERVED = frozenset({"self", "generator", "return_dict", "callback", "callback_steps", "callback_on_step_end"})
+# Arguments of `__call__` that a stage does not pass through: graphrun sets them itself or has
+# another word for them.
+RESERVED = frozenset(
+    {"self", "generator", "return_dict", "callback", "callback_steps", "callback_on_step_end"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +48,17 @@ class Sound:
     rate: int
 
 
-def call(context: StageContext, *, seed: int | None = None, tiling: bool | None = None, **arguments: Any) -> dict[str, Any]:
+def call(
+    context: StageContext, *, seed: int | None = None, tiling: bool | None = None, **arguments: Any
+) -> dict[str, Any]:
     """The outputs that the graph reads of this stage, by name.
 
-    Random numbers come from a CPU generator seeded with ``seed``, default 0. For a class that is no pipeline of diffusers torch's
-    own is seeded likewise, and the one output is what the method returns. ``tiling``: whether the VAE decodes tile by tile; None
-    keeps its setting. Raises GraphError at the stage's line for an argument that the method does not have, an output that it does
-    not return, and for errors of the pipeline's own code. Raises InputError for a mask whose size differs from the image's.
+    Random numbers come from a CPU generator seeded with ``seed``, default 0. For a class that is no
+    pipeline of diffusers torch's own is seeded likewise, and the one output is what the method
+    returns. ``tiling``: whether the VAE decodes tile by tile; None keeps its setting. Raises
+    GraphError at the stage's line for an argument that the method does not have, an output that it
+    does not return, and for errors of the pipeline's own code. Raises InputError for a mask whose
+    size differs from the image's.
     """
     pipeline, wanted = context.pipeline, context.stage.outputs
     function = getattr(type(pipeline), context.stage.method, None)
@@ -60,16 +68,31 @@ def call(context: StageContext, *, seed: int | None = None, tiling: bool | None 
     _refuse_unknown(context, known, arguments, seed)
     _refuse_mask_size(context, arguments)
     if tiling is not None and not hasattr(getattr(pipeline, "vae", None), "enable_tiling"):
-        refuse(context, f"with.tiling: {_class_of(context)} has no VAE that decodes in tiles: remove it")
+        refuse(
+            context,
+            f"with.tiling: {_class_of(context)} has no VAE that decodes in tiles: remove it",
+        )
     set_tiling(getattr(pipeline, "vae", None), tiling)
     # Optional inputs that are not set.
-    unset = {name for name, value in arguments.items() if value is None and context.stage.arguments.get(name) is not None}
+    unset = {
+        name
+        for name, value in arguments.items()
+        if value is None and context.stage.arguments.get(name) is not None
+    }
     inputs = {name: value for name, value in arguments.items() if name not in unset}
     if "generator" in known:
         inputs["generator"] = torch.Generator("cpu").manual_seed(seed or 0)
-    if "output_type" in known and "output_type" not in inputs and (kind := _output_type(context, wanted)) is not None:
+    if (
+        "output_type" in known
+        and "output_type" not in inputs
+        and (kind := _output_type(context, wanted)) is not None
+    ):
         inputs["output_type"] = kind
-    if not context.pictures and inputs.get("output_type") == "pil" and "padding_mask_crop" not in inputs:
+    if (
+        not context.pictures
+        and inputs.get("output_type") == "pil"
+        and "padding_mask_crop" not in inputs
+    ):
         without_pictures(pipeline)
     own = context.stage.method != "__call__"
     with torch.no_grad(), _seeded(seed or 0) if own else nullcontext():
@@ -89,36 +112,51 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _refuse_unknown(
-    context: StageContext, known: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any], seed: int | None
+    context: StageContext,
+    known: Mapping[str, inspect.Parameter],
+    arguments: Mapping[str, Any],
+    seed: int | None,
 ) -> None:
-    """Raises GraphError for unknown and missing arguments of `__call__`, and for a seed where it takes no generator."""
-    takes = {name for name, p in known.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)} - RESERVED
+    """Raises GraphError for unknown and missing arguments of `__call__`, and for a seed where it
+    takes no generator."""
+    takes = {
+        name for name, p in known.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    } - RESERVED
     what = f"{_class_of(context)}.{context.stage.method}"
     for name in arguments:
         if name == "generator":
             refuse(context, f"with.{name}: use seed: instead")
         if name not in takes:
-            refuse(context, f"with.{name}: {what} has no argument {name!r}{did_you_mean(name, takes)}")
+            refuse(
+                context, f"with.{name}: {what} has no argument {name!r}{did_you_mean(name, takes)}"
+            )
     if seed is not None and "generator" not in known and context.stage.method == "__call__":
         refuse(context, f"with.seed: {what} takes no generator, so it has no seed: remove it")
-    missing = [name for name in takes if known[name].default is inspect.Parameter.empty and name not in arguments]
+    missing = [
+        name
+        for name in takes
+        if known[name].default is inspect.Parameter.empty and name not in arguments
+    ]
     if missing:
         refuse(context, f"{what} needs {', '.join(sorted(missing))}: add it to with:")
 
 
 def _refuse_mask_size(context: StageContext, arguments: Mapping[str, Any]) -> None:
-    """Raises InputError where image and mask are both pictures, and the mask has the size of no picture among the arguments: an
-    upscaler takes the small picture as ``image`` and the masked one as ``original_image``."""
+    """Raises InputError where image and mask are both pictures, and the mask has the size of no
+    picture among the arguments: an upscaler takes the small picture as ``image`` and the masked one
+    as ``original_image``."""
     image, mask = (size_of(arguments.get(name)) for name in ("image", "mask_image"))
     pictures = {size_of(value) for name, value in arguments.items() if name != "mask_image"}
     if image is not None and mask is not None and mask not in pictures:
         names = "x".join(map(str, mask)), "x".join(map(str, image))
-        raise InputError(f"stages.{context.stage.name}: the mask is {names[0]} and the image {names[1]}: make them the same size")
+        raise InputError(
+            f"stages.{context.stage.name}: the mask is {names[0]} and the image {names[1]}: make them the same size"
+        )
 
 
 def _output_type(context: StageContext, wanted: tuple[str, ...]) -> str | None:
-    """The argument ``output_type`` for the outputs ``wanted``, None for the pipeline's default. Raises GraphError for latents with
-    others.
+    """The argument ``output_type`` for the outputs ``wanted``, None for the pipeline's default.
+    Raises GraphError for latents with others.
     """
     if "latents" in wanted:
         if others := [name for name in wanted if name in MEDIA_KINDS]:
@@ -128,8 +166,8 @@ def _output_type(context: StageContext, wanted: tuple[str, ...]) -> str | None:
 
 
 def output_field(context: StageContext, fields: Mapping[str, Any], name: str) -> Any:
-    """The output ``name`` in ``fields``; a list of one picture, video or sound as that one. Raises GraphError where it is
-    missing.
+    """The output ``name`` in ``fields``; a list of one picture, video or sound as that one. Raises
+    GraphError where it is missing.
     """
     if name == "latents" and name not in fields and fields:
         return next(iter(fields.values()))
@@ -148,19 +186,27 @@ def output_field(context: StageContext, fields: Mapping[str, Any], name: str) ->
 def _samples(value: Any) -> Iterator[np.ndarray[Any, Any]]:
     """Each sound of the batch ``value``: [channels samples] in float32 on the host."""
     for sound in value:
-        samples = sound.detach().float().cpu().numpy() if isinstance(sound, torch.Tensor) else np.asarray(sound, dtype=np.float32)
+        samples = (
+            sound.detach().float().cpu().numpy()
+            if isinstance(sound, torch.Tensor)
+            else np.asarray(sound, dtype=np.float32)
+        )
         yield samples if samples.ndim == 2 else samples.reshape(1, -1)
 
 
 def _rate(context: StageContext) -> int:
-    """Samples per second: of the pipeline's vocoder or VAE, or its own. Raises GraphError where none has it."""
+    """Samples per second: of the pipeline's vocoder or VAE, or its own. Raises GraphError where
+    none has it."""
     components = (getattr(context.pipeline, name, None) for name in ("vocoder", "vae", "audio_vae"))
     owners = [owner for each in components for owner in (each, getattr(each, "config", None))]
     for owner in (*owners, context.pipeline):
         rates = (getattr(owner, name, None) for name in RATES)
         if (rate := next((rate for rate in rates if isinstance(rate, int)), None)) is not None:
             return rate
-    refuse(context, f"the components of {_class_of(context)} have no sampling_rate, which its audio output needs")
+    refuse(
+        context,
+        f"the components of {_class_of(context)} have no sampling_rate, which its audio output needs",
+    )
 
 
 def _class_of(context: StageContext) -> str:

@@ -1,4 +1,5 @@
-"""The ops of a diffusion pipeline: `encode_prompt`, `denoise`, `decode`. All three run the pipeline's own code.
+"""The ops of a diffusion pipeline: `encode_prompt`, `denoise`, `decode`. All three run the
+pipeline's own code.
 
 Embeddings are passed between stages as a mapping: the name of the `__call__` argument -> tensor.
 """
@@ -24,9 +25,11 @@ from graphrun.ops.steps import Steps, journaled
 
 @dataclass(frozen=True, slots=True)
 class StageContext:
-    """What an op works with: its stage in the graph, the pipeline assembled for it, the device, and the states of denoising loops.
+    """What an op works with: its stage in the graph, the pipeline assembled for it, the device, and
+    the states of denoising loops.
 
-    ``steps`` is None in a dry run, in which pictures are not needed either unless a later stage reads them (``pictures``).
+    ``steps`` is None in a dry run, in which pictures are not needed either unless a later stage
+    reads them (``pictures``).
     """
 
     stage: Stage
@@ -46,17 +49,26 @@ def encode_prompt(
     num_images: int = 1,
     **settings: Any,
 ) -> dict[str, Any]:
-    """``embeds``: the embeddings of ``prompt`` by name, as the pipeline's own ``encode_prompt`` returns them.
+    """``embeds``: the embeddings of ``prompt`` by name, as the pipeline's own ``encode_prompt``
+    returns them.
 
-    Classifier-free guidance is on where the pipeline supports it and ``guidance_scale`` is above 1, as in the pipelines themselves.
-    A negative prompt that needs a second call (FLUX, Qwen-Image, HunyuanVideo) is encoded if ``true_cfg_scale`` is above 1.
-    ``num_images`` counts videos too. Other arguments default to those of `__call__`, which passes them on, not to those of
+    Classifier-free guidance is on where the pipeline supports it and ``guidance_scale`` is above 1,
+    as in the pipelines themselves. A negative prompt that needs a second call (FLUX, Qwen-Image,
+    HunyuanVideo) is encoded if ``true_cfg_scale`` is above 1. ``num_images`` counts videos too.
+    Other arguments default to those of `__call__`, which passes them on, not to those of
     ``encode_prompt``: Wan encodes 512 tokens in the former and 226 in the latter.
     """
     pipeline = context.pipeline
-    call, own = inspect.signature(type(pipeline).__call__).parameters, inspect.signature(pipeline.encode_prompt).parameters
+    call, own = (
+        inspect.signature(type(pipeline).__call__).parameters,
+        inspect.signature(pipeline.encode_prompt).parameters,
+    )
     arguments = {
-        **{name: call[name].default for name in own if name in call and call[name].default is not call[name].empty},
+        **{
+            name: call[name].default
+            for name in own
+            if name in call and call[name].default is not call[name].empty
+        },
         "prompt": prompt,
         "negative_prompt": negative_prompt,
         "device": context.device,
@@ -72,15 +84,26 @@ def encode_prompt(
     if "negative_prompt" not in own and negative_prompt is not None and scale > 1:
         negative = _encode(pipeline, own, {**arguments, "prompt": negative_prompt})
         embeds |= {f"negative_{name}": value for name, value in negative.items()}
-    return {"embeds": {name: value for name, value in embeds.items() if name in call and value is not None}}
+    return {
+        "embeds": {
+            name: value for name, value in embeds.items() if name in call and value is not None
+        }
+    }
 
 
-def _encode(pipeline: Any, own: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The results of ``pipeline.encode_prompt`` by name; called once per text encoder where it has a ``text_encoder_index``.
+def _encode(
+    pipeline: Any, own: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The results of ``pipeline.encode_prompt`` by name; called once per text encoder where it has
+    a ``text_encoder_index``.
 
     ``own``: the parameters of ``encode_prompt``.
     """
-    required = {name: None for name, parameter in own.items() if parameter.default is parameter.empty and name != "kwargs"}
+    required = {
+        name: None
+        for name, parameter in own.items()
+        if parameter.default is parameter.empty and name != "kwargs"
+    }
     suffixes = ("", "_2") if "text_encoder_index" in own else ("",)
     embeds: dict[str, Any] = {}
     for index, suffix in enumerate(suffixes):
@@ -102,10 +125,12 @@ def denoise(
     num_images: int | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """``latents``: what the pipeline's `__call__` returns as latents after ``steps`` steps, packed as that pipeline packs them.
+    """``latents``: what the pipeline's `__call__` returns as latents after ``steps`` steps, packed
+    as that pipeline packs them.
 
-    The noise comes from a CPU generator seeded with ``seed``, so it is the same on every device. The embeddings already hold one
-    row for each of ``num_images``. The loop starts at the state that ``context.steps`` has, and reports every step to it.
+    The noise comes from a CPU generator seeded with ``seed``, so it is the same on every device.
+    The embeddings already hold one row for each of ``num_images``. The loop starts at the state
+    that ``context.steps`` has, and reports every step to it.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     arguments = {
@@ -129,12 +154,15 @@ def decode(
     tiling: bool | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """``image``: the picture (or list of several) decoded from ``latents``; a video is a list of frames.
+    """``image``: the picture (or list of several) decoded from ``latents``; a video is a list of
+    frames.
 
-    ``tiling``: whether the VAE decodes tile by tile, which changes the picture slightly; None keeps the VAE's setting.
+    ``tiling``: whether the VAE decodes tile by tile, which changes the picture slightly; None keeps
+    the VAE's setting.
 
-    diffusers has no function for this. The tail of `__call__` is reached by calling it with latents and a scheduler without steps.
-    Latents are cast to the VAE's dtype first, as SDXL's pipeline does where its VAE computes in fp32.
+    diffusers has no function for this. The tail of `__call__` is reached by calling it with latents
+    and a scheduler without steps. Latents are cast to the VAE's dtype first, as SDXL's pipeline
+    does where its VAE computes in fp32.
     """
     pipeline = context.pipeline
     pipeline.scheduler = without_steps(pipeline.scheduler)
@@ -145,13 +173,21 @@ def decode(
         without_pictures(pipeline)
     # Without steps there is no guidance, so nothing should be encoded or copied for it.
     unguided = {"guidance_scale": 1.0, "true_cfg_scale": 1.0}
-    arguments = {**unguided, **embeds, **settings, "latents": latents, "output_type": output_type, "return_dict": False}
+    arguments = {
+        **unguided,
+        **embeds,
+        **settings,
+        "latents": latents,
+        "output_type": output_type,
+        "return_dict": False,
+    }
     images = _call(pipeline, arguments)
     return {"image": images[0] if isinstance(images, list) and len(images) == 1 else images}
 
 
 def set_tiling(vae: Any, tiling: bool | None) -> None:
-    """Whether ``vae`` works tile by tile, which changes pictures slightly; None keeps its setting."""
+    """Whether ``vae`` works tile by tile, which changes pictures slightly; None keeps its
+    setting."""
     if tiling is not None:
         (vae.enable_tiling if tiling else vae.disable_tiling)()
 
@@ -165,21 +201,25 @@ def without_pictures(pipeline: Any) -> None:
 
 
 def _one_pixel(pictures: torch.Tensor) -> Any:
-    """Replaces a processor's copy to the host, which takes gigabytes and seconds for a video of 129 frames."""
+    """Replaces a processor's copy to the host, which takes gigabytes and seconds for a video of 129
+    frames."""
     return np.zeros((len(pictures), 1, 1, 3), dtype=np.float32)
 
 
 def _call(pipeline: Any, arguments: dict[str, Any]) -> Any:
     known = inspect.signature(type(pipeline).__call__).parameters
-    texts = {name: None for name in ("prompt", "negative_prompt") if name in known}  # PixArt's negative prompt defaults to ""
+    # PixArt's negative prompt defaults to ""
+    texts = {name: None for name in ("prompt", "negative_prompt") if name in known}
     return pipeline(**{**texts, **known_arguments(type(pipeline).__call__, arguments)})[0]
 
 
 @functools.cache
 def returned_names(function: Any, count: int | None = None) -> tuple[str, ...]:
-    """The names in the last ``return a, b, c`` of ``function``'s source, where pipelines name embeddings as `__call__` does.
+    """The names in the last ``return a, b, c`` of ``function``'s source, where pipelines name
+    embeddings as `__call__` does.
 
-    ``count``: the number of values, None for any. Raises GraphError where the source has no such return.
+    ``count``: the number of values, None for any. Raises GraphError where the source has no such
+    return.
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     for node in reversed([node for node in ast.walk(tree) if isinstance(node, ast.Return)]):
@@ -187,4 +227,6 @@ def returned_names(function: Any, count: int | None = None) -> tuple[str, ...]:
         names = tuple(value.id for value in values if isinstance(value, ast.Name))
         if len(names) == len(values) and count in (None, len(names)):
             return names
-    raise GraphError(f"{function.__qualname__} returns {count or 'some'} values whose names cannot be found in its source")
+    raise GraphError(
+        f"{function.__qualname__} returns {count or 'some'} values whose names cannot be found in its source"
+    )

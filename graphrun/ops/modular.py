@@ -1,7 +1,8 @@
 """Assembles diffusers' modular pipelines for one stage, and the state that their blocks pass on.
 
-FluxAutoBlocks   text_encoder | vae_encoder | denoise | decode          top-level blocks: a graph is split between them
-state            prompt ... prompt_embeds, image_latents ... latents, images      values by name, some of them in a group
+FluxAutoBlocks   text_encoder | vae_encoder | denoise | decode          top-level blocks: a graph is
+split between them state            prompt ... prompt_embeds, image_latents ... latents, images
+values by name, some of them in a group
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from graphrun.graph.graph import Graph, Pipeline
 from graphrun.graph.values import did_you_mean
 from graphrun.modules.classes import resolve_class
 
-# Key of a modular pipeline's `pipeline_config`: the class of its blocks, where it is not the pipeline's default.
+# Key of a modular pipeline's `pipeline_config`: the class of its blocks, where it is not the
+# pipeline's default.
 BLOCKS = "blocks"
-# Loggers that print tracebacks of errors which are raised as well, and a message for each new guider.
+# Loggers that print tracebacks of errors which are raised as well, and a message for each new
+# guider.
 _NOISY_LOGGERS = ("diffusers.modular_pipelines.modular_pipeline", "diffusers.guiders.guider_utils")
 
 
 def is_modular_class(kind: type[Any]) -> bool:
-    """Whether ``kind`` is one of diffusers' modular pipelines, which do not inherit from `DiffusionPipeline`."""
+    """Whether ``kind`` is one of diffusers' modular pipelines, which do not inherit from
+    `DiffusionPipeline`."""
     from diffusers import ModularPipeline
 
     return issubclass(kind, ModularPipeline)
@@ -39,25 +43,41 @@ def blocks_in(block: Any) -> Iterator[Any]:
 
 
 def assemble_blocks(
-    graph: Graph, own: Pipeline, kind: type[Any], modules: Mapping[str, Any], parts: Mapping[str, Any], device: torch.device
+    graph: Graph,
+    own: Pipeline,
+    kind: type[Any],
+    modules: Mapping[str, Any],
+    parts: Mapping[str, Any],
+    device: torch.device,
 ) -> Any:
-    """The modular pipeline ``own`` of ``graph`` over ``modules`` and ``parts``, computing on ``device``.
+    """The modular pipeline ``own`` of ``graph`` over ``modules`` and ``parts``, computing on
+    ``device``.
 
-    Parts with state (schedulers, guiders) are created again from their configuration. Components that the blocks expect and the
-    graph does not have are None, or the blocks' defaults. Raises GraphError for components, parts and settings that the blocks do
-    not know.
+    Parts with state (schedulers, guiders) are created again from their configuration. Components
+    that the blocks expect and the graph does not have are None, or the blocks' defaults. Raises
+    GraphError for components, parts and settings that the blocks do not know.
     """
     where = str(graph.path or "")
     settings = dict(own.config)
     blocks = settings.pop(BLOCKS, None)
     with quietly():
-        pipeline = kind(blocks=resolve_class(str(blocks), graph.trust, own.where, "blocks")() if blocks is not None else None)
+        pipeline = kind(
+            blocks=resolve_class(str(blocks), graph.trust, own.where, "blocks")()
+            if blocks is not None
+            else None
+        )
     expected = list(pipeline._component_specs)
     if unknown := sorted((modules.keys() | parts.keys()) - set(expected)):
-        raise GraphError(f"{type(pipeline._blocks).__name__} do not take {unknown[0]}{did_you_mean(unknown[0], expected)}", where)
+        raise GraphError(
+            f"{type(pipeline._blocks).__name__} do not take {unknown[0]}{did_you_mean(unknown[0], expected)}",
+            where,
+        )
     if unknown := sorted(settings.keys() - pipeline._config_specs.keys()):
         known = [BLOCKS, *pipeline._config_specs]
-        raise GraphError(f"pipeline_config: {kind.__name__} has no {unknown[0]}{did_you_mean(unknown[0], known)}", where)
+        raise GraphError(
+            f"pipeline_config: {kind.__name__} has no {unknown[0]}{did_you_mean(unknown[0], known)}",
+            where,
+        )
     pipeline.update_components(**settings)
     with quietly():
         for name, value in {**parts, **modules}.items():
@@ -70,21 +90,32 @@ def assemble_blocks(
 
 
 def fix_device(pipeline: Any, device: torch.device) -> None:
-    """Gives ``pipeline`` a subclass of its class that computes on ``device``, wherever its modules' parameters are."""
+    """Gives ``pipeline`` a subclass of its class that computes on ``device``, wherever its modules'
+    parameters are."""
     kind, fixed = type(pipeline), property(lambda _: device)
-    pipeline.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "_execution_device": fixed, "device": fixed})
+    pipeline.__class__ = type(
+        kind.__name__,
+        (kind,),
+        {"__module__": kind.__module__, "_execution_device": fixed, "device": fixed},
+    )
 
 
 def fresh(part: Any) -> Any:
-    """A new part with the configuration of ``part``, without the state of other stages; ``part`` itself for tokenizers."""
-    return type(part).from_config(part.config) if hasattr(part, "from_config") and hasattr(part, "config") else part
+    """A new part with the configuration of ``part``, without the state of other stages; ``part``
+    itself for tokenizers."""
+    return (
+        type(part).from_config(part.config)
+        if hasattr(part, "from_config") and hasattr(part, "config")
+        else part
+    )
 
 
 def begun(pipeline: Any, inputs: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
     """The initial `PipelineState` for blocks of ``pipeline``.
 
-    It has the inputs of the call as its own `__call__` sets them, with ``inputs`` instead of defaults, and the ``values`` that
-    earlier blocks computed, in the groups (`kwargs_type`) that these blocks put them in.
+    It has the inputs of the call as its own `__call__` sets them, with ``inputs`` instead of
+    defaults, and the ``values`` that earlier blocks computed, in the groups (`kwargs_type`) that
+    these blocks put them in.
     """
     from diffusers.modular_pipelines import PipelineState
 
@@ -109,7 +140,8 @@ def begun(pipeline: Any, inputs: Mapping[str, Any], values: Mapping[str, Any]) -
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Silences the log messages of diffusers' modular pipelines that repeat what their exceptions say."""
+    """Silences the log messages of diffusers' modular pipelines that repeat what their exceptions
+    say."""
     loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:

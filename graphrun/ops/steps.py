@@ -1,11 +1,14 @@
-"""Saves the state of a denoising loop after each step, and resumes a pipeline's loop from such a state.
+"""Saves the state of a denoising loop after each step, and resumes a pipeline's loop from such a
+state.
 
 The state is latents, scheduler and random numbers. A `Journal` keeps states beyond a run.
 
-    unbroken   set_timesteps, noise   for i, t in enumerate(timesteps):  0,t0  1,t1  2,t2  3,t3  4,t4     state after 2: latents,
-    resumed    set_timesteps, noise   for i, t in enumerate(timesteps):                    3,t3  4,t4     scheduler, generator
+    unbroken   set_timesteps, noise   for i, t in enumerate(timesteps):  0,t0  1,t1  2,t2  3,t3
+    4,t4     state after 2: latents, resumed    set_timesteps, noise   for i, t in
+    enumerate(timesteps):                    3,t3  4,t4     scheduler, generator
 
-`Steps` always has the state of the last step. It takes no memory: the loop itself holds these tensors until its next step ends.
+`Steps` always has the state of the last step. It takes no memory: the loop itself holds these
+tensors until its next step ends.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from graphrun.ops.pipeline import changed_scheduler
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """A loop after ``done`` of its ``steps`` steps. ``scheduler``: attribute -> (value, whether it was on the device)."""
+    """A loop after ``done`` of its ``steps`` steps. ``scheduler``: attribute -> (value, whether it
+    was on the device)."""
 
     done: int
     steps: int
@@ -41,7 +45,9 @@ class StepState:
 
     def on_host(self) -> StepState:
         """A copy on the host."""
-        return replace(self, latents=_copied(self.latents, "cpu"), scheduler=_copied(self.scheduler, "cpu"))
+        return replace(
+            self, latents=_copied(self.latents, "cpu"), scheduler=_copied(self.scheduler, "cpu")
+        )
 
 
 class Journal(Protocol):
@@ -58,17 +64,21 @@ class Journal(Protocol):
 
 
 class Steps:
-    """The state of a loop after its last finished step. Passes states on to ``journal``, and takes the first one from it.
+    """The state of a loop after its last finished step. Passes states on to ``journal``, and takes
+    the first one from it.
 
-    The state refers to the loop's own tensors, so keeping it copies nothing and takes no memory while a component computes. `leave`
-    copies it to the host when a run ends in the middle of a step.
+    The state refers to the loop's own tensors, so keeping it copies nothing and takes no memory
+    while a component computes. `leave` copies it to the host when a run ends in the middle of a
+    step.
     """
 
     def __init__(self, journal: Journal | None = None) -> None:
         self._journal = journal
         self._stage = ""  # the stage whose loop ``_last`` is the state of
         self._last: StepState | None = None
-        self._versions: list[tuple[torch.Tensor, int]] = []  # of the state's tensors: their version counters
+        self._versions: list[
+            tuple[torch.Tensor, int]
+        ] = []  # of the state's tensors: their version counters
 
     def state(self, stage: str) -> StepState | None:
         """The state from which the loop of ``stage`` resumes; None to start at its first step."""
@@ -79,7 +89,11 @@ class Steps:
     def finish(self, stage: str, state: StepState) -> None:
         """Stores the state of ``stage`` after a step that is not its last."""
         tensors = tensors_in([state.latents, state.scheduler])
-        self._stage, self._last, self._versions = stage, state, [(tensor, tensor._version) for tensor in tensors]
+        self._stage, self._last, self._versions = (
+            stage,
+            state,
+            [(tensor, tensor._version) for tensor in tensors],
+        )
         if self._journal is not None and self._journal.wants(stage, state.done, state.steps):
             self._journal.save(stage, state.on_host())
 
@@ -89,7 +103,8 @@ class Steps:
             self._last, self._versions = None, []
 
     def leave(self) -> None:
-        """Copies the state to the host. Drops it if the unfinished step has changed it in place, or if it cannot be copied."""
+        """Copies the state to the host. Drops it if the unfinished step has changed it in place, or
+        if it cannot be copied."""
         state, versions = self._last, self._versions
         self._last, self._versions = None, []
         if state is not None and all(tensor._version == version for tensor, version in versions):
@@ -98,11 +113,14 @@ class Steps:
 
 
 @contextlib.contextmanager
-def journaled(pipeline: Any, stage: str, generator: torch.Generator, keeper: Steps | None) -> Iterator[dict[str, Any]]:
-    """A context in which ``pipeline``'s call reports each step to ``keeper`` and resumes its loop from the keeper's state.
+def journaled(
+    pipeline: Any, stage: str, generator: torch.Generator, keeper: Steps | None
+) -> Iterator[dict[str, Any]]:
+    """A context in which ``pipeline``'s call reports each step to ``keeper`` and resumes its loop
+    from the keeper's state.
 
-    Yields arguments to add to the call. They are empty where there is no keeper or the pipeline's loop cannot be resumed; then
-    nothing is saved.
+    Yields arguments to add to the call. They are empty where there is no keeper or the pipeline's
+    loop cannot be resumed; then nothing is saved.
     """
     kind = type(pipeline)
     if keeper is None or why_not(kind):
@@ -123,7 +141,8 @@ def journaled(pipeline: Any, stage: str, generator: torch.Generator, keeper: Ste
 
 @dataclass
 class _Loop:
-    """A pipeline's loop over timesteps, resumed from ``keeper``'s state and reported to it step by step."""
+    """A pipeline's loop over timesteps, resumed from ``keeper``'s state and reported to it step by
+    step."""
 
     pipeline: Any
     stage: str
@@ -133,11 +152,12 @@ class _Loop:
     shape: torch.Size | None = None  # of the latents at the start; only these can be replaced
 
     def resumed_enumerate(self, values: Any, start: int = 0) -> Any:
-        """Replaces ``enumerate`` in the pipeline's call. It is called where the loop begins, after the code before the loop has run
-        as usual.
+        """Replaces ``enumerate`` in the pipeline's call. It is called where the loop begins, after
+        the code before the loop has run as usual.
 
-        Restores the scheduler's attributes, the latents and the generator. The timesteps stay complete, since the last steps of
-        multistep methods, and of some pipelines, are recognized by their number.
+        Restores the scheduler's attributes, the latents and the generator. The timesteps stay
+        complete, since the last steps of multistep methods, and of some pipelines, are recognized
+        by their number.
         """
         if not isinstance(values, torch.Tensor):
             return enumerate(values, start)
@@ -152,7 +172,8 @@ class _Loop:
                 f"{self.stage}: steps and shape of latents are {now}, but {before} in the saved state: remove it and start again"
             )
         device = latents.device
-        # The state's dtype may differ from that of the noise, so the tensors are swapped instead of copied.
+        # The state's dtype may differ from that of the noise, so the tensors are swapped instead of
+        # copied.
         torch.utils.swap_tensors(latents, state.latents.to(device, copy=True))  # type: ignore[no-untyped-call]
         for name, (value, on_device) in state.scheduler.items():
             setattr(self.pipeline.scheduler, name, _copied(value, device if on_device else "cpu"))
@@ -168,14 +189,19 @@ class _Loop:
         return values
 
     def on_step(self, index: int, _: Any, latents: torch.Tensor) -> None:
-        """The older form, which counts steps of the picture: a scheduler of second order takes two for one."""
+        """The older form, which counts steps of the picture: a scheduler of second order takes two
+        for one."""
         self._keep((index + 1) * getattr(self.pipeline.scheduler, "order", 1), latents)
 
     def _keep(self, done: int, latents: torch.Tensor) -> None:
-        """Passes the state after step ``done`` to the keeper, unless it was the last one or cannot be saved."""
+        """Passes the state after step ``done`` to the keeper, unless it was the last one or cannot
+        be saved."""
         scheduler = _scheduler_state(self.pipeline.scheduler)
         if done < self.steps and latents.shape == self.shape and scheduler is not None:
-            self.keeper.finish(self.stage, StepState(done, self.steps, latents, self.generator.get_state(), scheduler))
+            self.keeper.finish(
+                self.stage,
+                StepState(done, self.steps, latents, self.generator.get_state(), scheduler),
+            )
         else:
             self.keeper.forget(self.stage)
 
@@ -183,39 +209,51 @@ class _Loop:
 def _clear_locals(seen: Any) -> None:
     """Clears a frame's copy of its local variables.
 
-    The pipeline's loop calls ``locals()`` for its callback's arguments. Before Python 3.13 (PEP 667) the frame keeps that dict: all
-    tensors of this step, beside those of the next. The variables themselves stay.
+    The pipeline's loop calls ``locals()`` for its callback's arguments. Before Python 3.13 (PEP
+    667) the frame keeps that dict: all tensors of this step, beside those of the next. The
+    variables themselves stay.
     """
     if type(seen) is dict:
         seen.clear()
 
 
 def _replace_enumerate(pipeline: Any, resumed_enumerate: Callable[..., Any]) -> None:
-    """Gives ``pipeline`` a class whose `__call__` has the same code but ``resumed_enumerate`` for ``enumerate``.
+    """Gives ``pipeline`` a class whose `__call__` has the same code but ``resumed_enumerate`` for
+    ``enumerate``.
 
     Other pipelines are not affected.
     """
     kind = type(pipeline)
     plain = inspect.unwrap(kind.__call__)
     names = {**plain.__globals__, "enumerate": resumed_enumerate}
-    call = types.FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
+    call = types.FunctionType(
+        plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__
+    )
     call.__kwdefaults__ = plain.__kwdefaults__
-    members = {"__module__": kind.__module__, "__call__": functools.wraps(plain)(torch.no_grad()(call))}
+    members = {
+        "__module__": kind.__module__,
+        "__call__": functools.wraps(plain)(torch.no_grad()(call)),
+    }
     pipeline.__class__ = type(kind.__name__, (kind,), members)
 
 
 def _latents_of(frame: Any) -> torch.Tensor | None:
-    """The loop's latents before its first step; None where there are none, or another variable refers to them too."""
+    """The loop's latents before its first step; None where there are none, or another variable
+    refers to them too."""
     names = frame.f_locals
     latents = names.get("latents")
-    references = [v for v in names.values() if any(one is latents for one in (v if isinstance(v, (list, tuple)) else (v,)))]
+    references = [
+        v
+        for v in names.values()
+        if any(one is latents for one in (v if isinstance(v, (list, tuple)) else (v,)))
+    ]
     _clear_locals(names)
     return latents if isinstance(latents, torch.Tensor) and len(references) == 1 else None
 
 
 def _storing_scheduler(scheduler: Any) -> Any:
-    """A scheduler like ``scheduler`` that stores the value its `step` returns for the next `step`, which the pipeline otherwise
-    passes on.
+    """A scheduler like ``scheduler`` that stores the value its `step` returns for the next `step`,
+    which the pipeline otherwise passes on.
     """
     kind, signature = type(scheduler), inspect.signature(type(scheduler).step)
     if REMEMBERED not in signature.parameters:
@@ -234,12 +272,15 @@ def _storing_scheduler(scheduler: Any) -> Any:
 
 
 def _scheduler_state(scheduler: Any) -> dict[str, tuple[Any, bool]] | None:
-    """All attributes of ``scheduler``, as (copy of the containers with the same tensors, whether on the device); None where one is
-    not plain data.
+    """All attributes of ``scheduler``, as (copy of the containers with the same tensors, whether on
+    the device); None where one is not plain data.
     """
     found = {}
     for name, value in vars(scheduler).items():
-        if name in ("_internal_dict", "timesteps"):  # the configuration; the result of `set_timesteps`
+        if name in (
+            "_internal_dict",
+            "timesteps",
+        ):  # the configuration; the result of `set_timesteps`
             continue
         if not _is_plain(value):
             return None
@@ -250,12 +291,17 @@ def _scheduler_state(scheduler: Any) -> dict[str, tuple[Any, bool]] | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether ``value`` is plain data: numbers, texts, numpy arrays, tensors and containers of these."""
+    """Whether ``value`` is plain data: numbers, texts, numpy arrays, tensors and containers of
+    these."""
     if isinstance(value, dict):
         return all(isinstance(key, str) for key in value) and all(map(_is_plain, value.values()))
     if type(value) in (list, tuple):
         return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str, torch.Tensor)) or type(value).__module__ == "numpy"
+    return (
+        value is None
+        or isinstance(value, (bool, int, float, str, torch.Tensor))
+        or type(value).__module__ == "numpy"
+    )
 
 
 def _copied(value: Any, device: torch.device | str) -> Any:

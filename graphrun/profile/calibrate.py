@@ -1,13 +1,14 @@
-"""Measures this machine in seconds: the bandwidths to a device and to the disk, and the compute rate. Independent of any
-graph.
+"""Measures this machine in seconds: the bandwidths to a device and to the disk, and the compute
+rate. Independent of any graph.
 
-    cuda   the card                              wall clock, with the card synchronized before and after
-    sim    the simulated accelerator             its virtual clock, so the result equals what it declares
-    cpu    this processor, treated like a card   copies within RAM
+    cuda   the card                              wall clock, with the card synchronized before and
+    after sim    the simulated accelerator             its virtual clock, so the result equals what
+    it declares cpu    this processor, treated like a card   copies within RAM
 
-Every figure is the best of several repetitions within a share of the time allowed, since disturbances only make a measurement
-worse. The compute rate weights operations as FLUX's transformer does at 1024 x 1024: 59.5 TFLOP in matrix products of [4608
-3072] with [3072 12288], and 14.9 TFLOP in attention over 4608 tokens.
+Every figure is the best of several repetitions within a share of the time allowed, since
+disturbances only make a measurement worse. The compute rate weights operations as FLUX's
+transformer does at 1024 x 1024: 59.5 TFLOP in matrix products of [4608 3072] with [3072 12288], and
+14.9 TFLOP in attention over 4608 tokens.
 """
 
 from __future__ import annotations
@@ -44,22 +45,30 @@ DISK_BYTES = 256 * MIB
 LAUNCHED = 128  # operators of the chain with which launches are measured
 SMALL_BYTES, SMALL_COPIES = 512, 256  # for the start-up time of a copy
 
-# Plausible size of a CUDA context. Outside of this range another process started or ended meanwhile, or NVML read another card.
+# Plausible size of a CUDA context. Outside of this range another process started or ended
+# meanwhile, or NVML read another card.
 CONTEXT_BYTES = range(32 * MIB, 2048 * MIB)
 
 
 def calibrate(
-    kind: Kind, folder: Path, name: str = "", allowed_seconds: float = 20.0, *, compiled: bool = False
+    kind: Kind,
+    folder: Path,
+    name: str = "",
+    allowed_seconds: float = 20.0,
+    *,
+    compiled: bool = False,
 ) -> tuple[Hardware, dict[str, float]]:
-    """Measures this machine. Returns a `Hardware` with basis ``measured``, and the single figures, by name, from which it was
-    computed.
+    """Measures this machine. Returns a `Hardware` with basis ``measured``, and the single figures,
+    by name, from which it was computed.
 
-    Takes about ``allowed_seconds``, plus imports. ``folder``: a folder on the disk to be measured. ``compiled``: measures what
-    compiling blocks gains too (`compiled_gain`), once the compiler is done. Raises InputError if there is no such device, or no
-    compiler for it.
+    Takes about ``allowed_seconds``, plus imports. ``folder``: a folder on the disk to be measured.
+    ``compiled``: measures what compiling blocks gains too (`compiled_gain`), once the compiler is
+    done. Raises InputError if there is no such device, or no compiler for it.
     """
     if compiled and kind == "sim":
-        raise InputError("there is no compiler for the simulated accelerator: leave out --compiled, or take --device cuda or cpu")
+        raise InputError(
+            "there is no compiler for the simulated accelerator: leave out --compiled, or take --device cuda or cpu"
+        )
     before = _cards_used_bytes() if kind == "cuda" else {}  # before torch initializes the driver
     base, target = _open(kind)
     share = allowed_seconds / 15
@@ -83,28 +92,42 @@ def calibrate(
         bidirectional=min(1.0, rates["both"] / rates["h2d"]),
         disk_bytes_per_second=disk_rate(folder, share),
         copy_start_seconds=max(0.0, 1 / rates.pop("small") - SMALL_BYTES / rates["h2d"]),
-        flops_per_second=1 / (LINEAR_SHARE / flops["matmul"] + (1 - LINEAR_SHARE) / flops["attention"]),
+        flops_per_second=1
+        / (LINEAR_SHARE / flops["matmul"] + (1 - LINEAR_SHARE) / flops["attention"]),
         basis="measured",
     )
     if base.kernels is not None:
         others = ("convolution", "fp32 matmul", "fp32 convolution", "elementwise", "launch")
         classes = flops | {kind: _rate(target, target.compute, kind, share) for kind in others}
-        measured = with_kernels(replace(measured, flops_per_second=base.flops_per_second), target.kernels(), classes)
+        measured = with_kernels(
+            replace(measured, flops_per_second=base.flops_per_second), target.kernels(), classes
+        )
     if compiled:
         measured = replace(measured, compiled_gain=compiled_gain(target, share))
     figures = {f"{kind.replace(' ', '_')}_bytes_per_second": rate for kind, rate in rates.items()}
-    figures |= {name: float(getattr(measured, name)) for name in ("copy_start_seconds", "disk_bytes_per_second")}
+    figures |= {
+        name: float(getattr(measured, name))
+        for name in ("copy_start_seconds", "disk_bytes_per_second")
+    }
     figures |= {f"{kind}_flops_per_second": rate for kind, rate in flops.items()}
     return measured, {**figures, "context_bytes": float(measured.context_bytes)}
 
 
-def with_kernels(base: Hardware, kernels: Mapping[str, Kernel], measured: Mapping[str, float]) -> Hardware:
-    """``base`` with the rates of its classes of kernels changed so that ``kernels`` take what was ``measured``: FLOPs per second,
-    of elementwise work bytes per second, and operators launched per second. Formats of 8 bits change as matrix products do."""
+def with_kernels(
+    base: Hardware, kernels: Mapping[str, Kernel], measured: Mapping[str, float]
+) -> Hardware:
+    """``base`` with the rates of its classes of kernels changed so that ``kernels`` take what was
+    ``measured``: FLOPs per second, of elementwise work bytes per second, and operators launched per
+    second. Formats of 8 bits change as matrix products do."""
     rates = base.kernels
     assert rates is not None
-    base = replace(base, memory_bytes_per_second=measured["elementwise"], launch_seconds=1 / measured["launch"])
-    faster = {kind: kernel_seconds(kernel, base) * measured[kind] / kernel.flops for kind, kernel in kernels.items()}
+    base = replace(
+        base, memory_bytes_per_second=measured["elementwise"], launch_seconds=1 / measured["launch"]
+    )
+    faster = {
+        kind: kernel_seconds(kernel, base) * measured[kind] / kernel.flops
+        for kind, kernel in kernels.items()
+    }
     return replace(
         base,
         flops_per_second=faster["matmul"] * base.flops_per_second,
@@ -112,7 +135,8 @@ def with_kernels(base: Hardware, kernels: Mapping[str, Kernel], measured: Mappin
             rates,
             fp32_flops_per_second=faster["fp32 matmul"] * rates.fp32_flops_per_second,
             convolution_flops_per_second=faster["convolution"] * rates.convolution_flops_per_second,
-            fp32_convolution_flops_per_second=faster["fp32 convolution"] * rates.fp32_convolution_flops_per_second,
+            fp32_convolution_flops_per_second=faster["fp32 convolution"]
+            * rates.fp32_convolution_flops_per_second,
             attention_flops_per_second=faster["attention"] * rates.attention_flops_per_second,
             exponentials_per_second=faster["attention"] * rates.exponentials_per_second,
             fp8_flops_per_second=faster["matmul"] * rates.fp8_flops_per_second,
@@ -122,29 +146,40 @@ def with_kernels(base: Hardware, kernels: Mapping[str, Kernel], measured: Mappin
 
 
 def compiled_gain(target: Processor, seconds: float) -> float:
-    """Seconds of FLUX's single transformer block as it is written, over those of its code compiled by `torch.compile` with its
-    default settings: how many times as fast compiled blocks are. Each is measured for ``seconds``. A block of another architecture
-    gains more the more of its time goes to elementwise work, which the compiler fuses.
+    """Seconds of FLUX's single transformer block as it is written, over those of its code compiled
+    by `torch.compile` with its default settings: how many times as fast compiled blocks are. Each
+    is measured for ``seconds``. A block of another architecture gains more the more of its time
+    goes to elementwise work, which the compiler fuses.
 
     Raises InputError where blocks cannot be compiled.
     """
     if torch._dynamo.config.disable:
-        raise InputError("torch.compile is switched off by TORCHDYNAMO_DISABLE=1: unset it, or leave out --compiled")
+        raise InputError(
+            "torch.compile is switched off by TORCHDYNAMO_DISABLE=1: unset it, or leave out --compiled"
+        )
     try:
         compiled = _rate(target, target.compute, "compiled block", seconds)
     except RuntimeError as error:  # of Dynamo, of Inductor, and of the compilers that this runs
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"blocks cannot be compiled here ({why}): install a C++ compiler, or leave out --compiled") from error
+        raise InputError(
+            f"blocks cannot be compiled here ({why}): install a C++ compiler, or leave out --compiled"
+        ) from error
     return compiled / _rate(target, target.compute, "block", seconds)
 
 
 def measure_and_keep(
-    kind: Kind | None, cache: Path, name: str = "", allowed_seconds: float = 20.0, *, compiled: bool = False
+    kind: Kind | None,
+    cache: Path,
+    name: str = "",
+    allowed_seconds: float = 20.0,
+    *,
+    compiled: bool = False,
 ) -> dict[str, Any]:
-    """Calibrates, writes the hardware profile to ``cache`` and returns the results, JSON-ready. ``kind`` None: the card, else
-    the processor. ``compiled``: as for `calibrate`.
+    """Calibrates, writes the hardware profile to ``cache`` and returns the results, JSON-ready.
+    ``kind`` None: the card, else the processor. ``compiled``: as for `calibrate`.
 
-    Raises InputError if ``name`` is the name of a prior (`hardware.priors`), or if the device cannot be measured.
+    Raises InputError if ``name`` is the name of a prior (`hardware.priors`), or if the device
+    cannot be measured.
     """
     kind = kind or ("cuda" if any(Path(node).exists() for node in hardware.DEVICE_NODES) else "cpu")
     profiles.refuse_taken(name)
@@ -172,11 +207,14 @@ def _open(kind: Kind) -> tuple[Hardware, Processor]:
     if kind == "sim":
         return replace(hardware.simulated(), name="sim-measured"), _Sim()
     capacity_bytes = total_ram_bytes()
-    return replace(hardware.simulated(), name="cpu", device="cpu", capacity_bytes=capacity_bytes), Processor()
+    return replace(
+        hardware.simulated(), name="cpu", device="cpu", capacity_bytes=capacity_bytes
+    ), Processor()
 
 
 def _rate(target: Processor, work: Callable[[str], float], kind: str, seconds: float) -> float:
-    """The best amount per second of ``work(kind)``, which returns its amount: at least three repetitions after one to warm up."""
+    """The best amount per second of ``work(kind)``, which returns its amount: at least three
+    repetitions after one to warm up."""
     work(kind)
     best, repetitions, end = 0.0, 0, time.perf_counter() + seconds
     while repetitions < 3 or (time.perf_counter() < end and repetitions < 50):
@@ -188,10 +226,11 @@ def _rate(target: Processor, work: Callable[[str], float], kind: str, seconds: f
 
 
 def disk_rate(folder: Path, seconds: float) -> float:
-    """Bytes per second of a sequential read of a file that is not in the page cache, from as many bytes as are read in
-    ``seconds``.
+    """Bytes per second of a sequential read of a file that is not in the page cache, from as many
+    bytes as are read in ``seconds``.
 
-    Where the file cannot be dropped from the page cache (`graphrun.systems.forget_cached`), the figure is too high.
+    Where the file cannot be dropped from the page cache (`graphrun.systems.forget_cached`), the
+    figure is too high.
     """
     folder.mkdir(parents=True, exist_ok=True)
     block = os.urandom(CHUNK_BYTES)
@@ -206,7 +245,9 @@ def disk_rate(folder: Path, seconds: float) -> float:
             forget_cached(file.fileno())
             file.seek(0)
             nbytes, begin = 0, time.perf_counter()
-            while (chunk := os.read(file.fileno(), CHUNK_BYTES)) and time.perf_counter() < begin + seconds:
+            while (
+                chunk := os.read(file.fileno(), CHUNK_BYTES)
+            ) and time.perf_counter() < begin + seconds:
                 nbytes += len(chunk)
             return max(nbytes, 1) / max(time.perf_counter() - begin, 1e-9)
     except OSError as error:
@@ -214,7 +255,8 @@ def disk_rate(folder: Path, seconds: float) -> float:
 
 
 class Processor:
-    """A device to be measured: this processor. Host and device are both RAM, so pinned and pageable memory are the same.
+    """A device to be measured: this processor. Host and device are both RAM, so pinned and pageable
+    memory are the same.
 
     ``nbytes``: bytes of one copy. Work may be queued; `now` waits until all of it is done.
     """
@@ -222,18 +264,23 @@ class Processor:
     nbytes = 64 * MIB
 
     def __init__(self) -> None:
-        self._source, self._destination = (torch.empty(self.nbytes, dtype=torch.uint8, device="cpu").fill_(n) for n in range(2))
+        self._source, self._destination = (
+            torch.empty(self.nbytes, dtype=torch.uint8, device="cpu").fill_(n) for n in range(2)
+        )
         shapes = ((512, 512), (512, 2048), (1, 8, 512, 64))
-        self._left, self._right, self._heads = (torch.randn(shape, dtype=torch.bfloat16, device="cpu") for shape in shapes)
+        self._left, self._right, self._heads = (
+            torch.randn(shape, dtype=torch.bfloat16, device="cpu") for shape in shapes
+        )
 
     def now(self) -> float:
         """Seconds on the device's clock, after all queued work is done: wall-clock seconds."""
         return time.perf_counter()
 
     def copy(self, kind: str) -> None:
-        """One copy of ``nbytes``: ``h2d``, ``d2h``, ``pageable``, ``fresh pages`` (to newly allocated pageable memory), or ``both``
-        (one in each direction at the same time; here one after the other). ``small``: instead ``SMALL_COPIES`` copies of
-        ``SMALL_BYTES`` from pinned memory to the device."""
+        """One copy of ``nbytes``: ``h2d``, ``d2h``, ``pageable``, ``fresh pages`` (to newly
+        allocated pageable memory), or ``both`` (one in each direction at the same time; here one
+        after the other). ``small``: instead ``SMALL_COPIES`` copies of ``SMALL_BYTES`` from pinned
+        memory to the device."""
         if kind == "fresh pages":
             self._source.clone()
             return
@@ -247,8 +294,9 @@ class Processor:
 
     @functools.cached_property
     def blocks(self) -> dict[str, Callable[[], Any]]:
-        """FLUX's single transformer block with random weights, as wide as the tensors of `compute` and with as many tokens, a ninth
-        of them text as at 1024 x 1024. As it is written, and as `torch.compile` compiles it."""
+        """FLUX's single transformer block with random weights, as wide as the tensors of `compute`
+        and with as many tokens, a ninth of them text as at 1024 x 1024. As it is written, and as
+        `torch.compile` compiles it."""
         from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
 
         heads, features, rows = self._heads.shape[1], self._heads.shape[3], self._left.shape[0]
@@ -267,9 +315,10 @@ class Processor:
         }
 
     def compute(self, kind: str) -> float:
-        """Runs one kernel and returns its FLOPs: a ``matmul`` [m k] [k n], 2 m k n; a fused ``attention`` [b h s d], 4 b h s s d;
-        or a ``convolution`` of [b h s d] with 3 x 3 filters, h to h channels, 18 b h h s d. Tensors are smaller than a card's.
-        ``block`` and ``compiled block`` run one of `blocks` and return 1."""
+        """Runs one kernel and returns its FLOPs: a ``matmul`` [m k] [k n], 2 m k n; a fused
+        ``attention`` [b h s d], 4 b h s s d; or a ``convolution`` of [b h s d] with 3 x 3 filters,
+        h to h channels, 18 b h h s d. Tensors are smaller than a card's. ``block`` and ``compiled
+        block`` run one of `blocks` and return 1."""
         if kind.endswith("block"):
             self.blocks[kind]()
             return 1.0
@@ -298,7 +347,9 @@ class _Sim(Processor):
         self._machine = sim.Machine()
         with self._machine:
             tensors = (self._source, self._left, self._right, self._heads)
-            self._on_sim, self._left, self._right, self._heads = (tensor.to(sim.device) for tensor in tensors)
+            self._on_sim, self._left, self._right, self._heads = (
+                tensor.to(sim.device) for tensor in tensors
+            )
 
     def now(self) -> float:
         """Seconds on the virtual clock."""
@@ -323,23 +374,37 @@ class _Sim(Processor):
 
 
 class _Cuda(Processor):
-    """The first CUDA device. Copies on two side streams, so that both directions can run at once."""
+    """The first CUDA device. Copies on two side streams, so that both directions can run at
+    once."""
 
     nbytes = 256 * MIB
     repeats = 10
 
     def __init__(self) -> None:
         device = torch.device("cuda", 0)
-        self._pinned = [torch.empty(self.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).fill_(n) for n in range(2)]
+        self._pinned = [
+            torch.empty(self.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).fill_(n)
+            for n in range(2)
+        ]
         self._pageable = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu").fill_(1)
-        self._device = [torch.empty(self.nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._device = [
+            torch.empty(self.nbytes, dtype=torch.uint8, device=device) for _ in range(2)
+        ]
         self._streams = [torch.cuda.Stream(device=device) for _ in range(2)]  # type: ignore[no-untyped-call]
-        half = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+        half = (
+            torch.bfloat16
+            if torch.cuda.is_bf16_supported(including_emulation=False)
+            else torch.float16
+        )
         shapes = ((4608, 3072), (3072, 12288), (1, 24, 4608, 128))
-        self._left, self._right, self._heads = (torch.randn(shape, dtype=half, device=device) for shape in shapes)
+        self._left, self._right, self._heads = (
+            torch.randn(shape, dtype=half, device=device) for shape in shapes
+        )
         self._picture = torch.randn(1, 256, 512, 512, dtype=half, device=device)
         self._filters = torch.randn(256, 256, 3, 3, dtype=half, device=device)
-        self._floats = [tensor.float() for tensor in (self._left, self._right, self._picture, self._filters)]
+        self._floats = [
+            tensor.float() for tensor in (self._left, self._right, self._picture, self._filters)
+        ]
         layers = (nn.Linear(64, 64), nn.LayerNorm(64)) * (LAUNCHED // 2)
         self._small = nn.Sequential(*layers).to(device, half)
         torch.cuda.synchronize(device)
@@ -350,21 +415,25 @@ class _Cuda(Processor):
         return super().now()
 
     def copy(self, kind: str) -> None:
-        """Copies between pinned memory and the card on side streams; from pageable memory on the current stream."""
+        """Copies between pinned memory and the card on side streams; from pageable memory on the
+        current stream."""
         if kind == "pageable":
             _transfer(self._device[0], self._pageable)
         if kind == "fresh pages":
             self._device[0].cpu()
         if kind in ("h2d", "both", "small"):
             with torch.cuda.stream(self._streams[0]):
-                _transfer(self._device[0], self._pinned[0], small=kind == "small", non_blocking=True)
+                _transfer(
+                    self._device[0], self._pinned[0], small=kind == "small", non_blocking=True
+                )
         if kind in ("d2h", "both"):
             with torch.cuda.stream(self._streams[1]):
                 _transfer(self._pinned[1], self._device[1], non_blocking=True)
 
     def compute(self, kind: str) -> float:
-        """The kernels, repeated until they take milliseconds, so that synchronization does not matter. ``elementwise``: the bytes
-        of an addition. ``launch``: the number of operators in a chain of small layers."""
+        """The kernels, repeated until they take milliseconds, so that synchronization does not
+        matter. ``elementwise``: the bytes of an addition. ``launch``: the number of operators in a
+        chain of small layers."""
         return sum(self._compute(kind) for _ in range(self.repeats))
 
     @torch.no_grad()
@@ -378,7 +447,9 @@ class _Cuda(Processor):
         if kind in ("matmul", "attention", "block", "compiled block"):
             return super().compute(kind)
         left, right, picture, filters = (
-            self._floats if kind.startswith("fp32") else (self._left, self._right, self._picture, self._filters)
+            self._floats
+            if kind.startswith("fp32")
+            else (self._left, self._right, self._picture, self._filters)
         )
         if kind.endswith("convolution"):
             torch.nn.functional.conv2d(picture, filters, padding=1)
@@ -394,17 +465,25 @@ class _Cuda(Processor):
         found = {}
         for prefix, dtype, size in (("", "float16", 2), ("fp32 ", "float32", 4)):
             nbytes = size * (rows * inner + inner * columns + rows * columns)
-            found[f"{prefix}matmul"] = Kernel("matmul", dtype, 2.0 * rows * inner * columns, nbytes, tiles(rows, columns))
+            found[f"{prefix}matmul"] = Kernel(
+                "matmul", dtype, 2.0 * rows * inner * columns, nbytes, tiles(rows, columns)
+            )
             nbytes = size * (2 * channels * pixels + self._filters.numel())
             flops = 2.0 * pixels * self._filters.numel()
-            found[f"{prefix}convolution"] = Kernel("convolution", dtype, flops, nbytes, tiles(pixels, channels))
+            found[f"{prefix}convolution"] = Kernel(
+                "convolution", dtype, flops, nbytes, tiles(pixels, channels)
+            )
         scores = heads * tokens * tokens
         size = 4 * self._heads.nbytes
-        found["attention"] = Kernel("attention", "float16", 4.0 * scores * features, size, heads * tiles(tokens, 1), scores)
+        found["attention"] = Kernel(
+            "attention", "float16", 4.0 * scores * features, size, heads * tiles(tokens, 1), scores
+        )
         return found
 
 
-def _transfer(destination: Any, source: Any, *, small: bool = False, non_blocking: bool = False) -> None:
+def _transfer(
+    destination: Any, source: Any, *, small: bool = False, non_blocking: bool = False
+) -> None:
     """Copies ``source`` once; ``small``: its first `SMALL_BYTES`, `SMALL_COPIES` times."""
     end = SMALL_BYTES if small else None
     for _ in range(SMALL_COPIES if small else 1):
@@ -412,23 +491,29 @@ def _transfer(destination: Any, source: Any, *, small: bool = False, non_blockin
 
 
 def _with_context(base: Hardware, before: Mapping[str, int], target: Processor) -> Hardware:
-    """``base`` with the measured size of the CUDA context: what the card's free memory lost since before the driver was
-    initialized, without what torch reserved.
+    """``base`` with the measured size of the CUDA context: what the card's free memory lost since
+    before the driver was initialized, without what torch reserved.
 
-    Measured after matrix products, attention and a convolution, since kernels are loaded when they first run and stay loaded.
-    At least the value in ``base``, since a run may load further kernels.
+    Measured after matrix products, attention and a convolution, since kernels are loaded when they
+    first run and stay loaded. At least the value in ``base``, since a run may load further kernels.
     """
     target.compute("convolution")
     target.now()
-    measured = context_bytes_taken(before, _cards_used_bytes(), _uuid(), torch.cuda.memory_reserved(0))
+    measured = context_bytes_taken(
+        before, _cards_used_bytes(), _uuid(), torch.cuda.memory_reserved(0)
+    )
     return replace(base, context_bytes=max(base.context_bytes, measured or 0))
 
 
-def context_bytes_taken(before: Mapping[str, int], after: Mapping[str, int], uuid: str, reserved_bytes: int) -> int | None:
-    """By how much the used memory of the card ``uuid`` grew from ``before`` to ``after``, without ``reserved_bytes``.
+def context_bytes_taken(
+    before: Mapping[str, int], after: Mapping[str, int], uuid: str, reserved_bytes: int
+) -> int | None:
+    """By how much the used memory of the card ``uuid`` grew from ``before`` to ``after``, without
+    ``reserved_bytes``.
 
-    Cards are identified by UUID, or taken to be the only one: NVML numbers cards differently than torch and ignores
-    CUDA_VISIBLE_DEVICES. None if the card cannot be identified, or the figure is outside of `CONTEXT_BYTES`.
+    Cards are identified by UUID, or taken to be the only one: NVML numbers cards differently than
+    torch and ignores CUDA_VISIBLE_DEVICES. None if the card cannot be identified, or the figure is
+    outside of `CONTEXT_BYTES`.
     """
     name = uuid if uuid in before else next(iter(before)) if len(before) == 1 else ""
     if name not in before or name not in after:
@@ -438,23 +523,34 @@ def context_bytes_taken(before: Mapping[str, int], after: Mapping[str, int], uui
 
 
 def _uuid() -> str:
-    """The first device's UUID in NVML's form; without the number itself where torch does not report it."""
+    """The first device's UUID in NVML's form; without the number itself where torch does not report
+    it."""
     properties: Any = torch.cuda.get_device_properties(0)
     return f"GPU-{getattr(properties, 'uuid', '')}"
 
 
 class _Memory(ctypes.Structure):
-    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+    _fields_ = [
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    ]
 
 
 def _cards_used_bytes() -> dict[str, int]:
-    """UUID -> bytes in use on the card by all processes, from the driver's management library (NVML); {} without that library."""
+    """UUID -> bytes in use on the card by all processes, from the driver's management library
+    (NVML); {} without that library."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return {}
     found: dict[str, int] = {}
-    count, handle, memory, name = ctypes.c_uint(), ctypes.c_void_p(), _Memory(), ctypes.create_string_buffer(96)
+    count, handle, memory, name = (
+        ctypes.c_uint(),
+        ctypes.c_void_p(),
+        _Memory(),
+        ctypes.create_string_buffer(96),
+    )
     if nvml.nvmlInit_v2() != 0:
         return {}
     try:

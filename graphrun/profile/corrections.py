@@ -1,9 +1,10 @@
-"""Device memory that a card takes beyond what the dispatcher sees: one small named rule for each kind, with its source. Pure
-arithmetic, no torch.
+"""Device memory that a card takes beyond what the dispatcher sees: one small named rule for each
+kind, with its source. Pure arithmetic, no torch.
 
-All amounts are bytes unless stated otherwise. Rules about a component's own tensors are applied where the tensors are created:
-T5's ``wo`` in fp32, persistent buffers and tied weights in `graphrun.modules.build` and `graphrun.modules.blocks`. An fp32 VAE
-is one that the graph declares as float32.
+All amounts are bytes unless stated otherwise. Rules about a component's own tensors are applied
+where the tensors are created: T5's ``wo`` in fp32, persistent buffers and tied weights in
+`graphrun.modules.build` and `graphrun.modules.blocks`. An fp32 VAE is one that the graph declares
+as float32.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from graphrun.units import GIB, MIB
 # Tensors of this size or more exceed 32-bit signed byte offsets.
 LARGE_BYTES = 1 << 31
 
-# Tensor cores take channels in multiples of 8 (16 bit). For fewer, as in a network's first layer, cuDNN has separate kernels.
+# Tensor cores take channels in multiples of 8 (16 bit). For fewer, as in a network's first layer,
+# cuDNN has separate kernels.
 FEW_CHANNELS = 8
 MANY_CHANNELS = 512
 PART_BYTES = GIB
@@ -81,14 +83,18 @@ CORRECTIONS = (
         "8.125 MiB per handle and stream, 32 MiB on compute capability 9.0; it comes from the allocator, so it counts as allocated",
         "PyTorch's CUDABlas default workspace (:4096:2:16:8, :4096:8 on 9.0)",
     ),
-    Correction("context", "0.62 GiB outside of the allocator, as nvidia-smi shows", "measured 287 MB (lazy) to 667 MB (eager)"),
+    Correction(
+        "context",
+        "0.62 GiB outside of the allocator, as nvidia-smi shows",
+        "measured 287 MB (lazy) to 667 MB (eager)",
+    ),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """One convolution: bytes of its tensors and of one element, its channels, the number of weights per filter and channel
-    (``taps``), and whether its stride is more than 1."""
+    """One convolution: bytes of its tensors and of one element, its channels, the number of weights
+    per filter and channel (``taps``), and whether its stride is more than 1."""
 
     input_bytes: int
     output_bytes: int
@@ -101,7 +107,8 @@ class Convolution:
 
 
 def convolution_scratch(of: Convolution) -> tuple[int, int]:
-    """(bytes of scratch of a convolution, how many of them are not needed on cards that avoid large copies of the output)."""
+    """(bytes of scratch of a convolution, how many of them are not needed on cards that avoid large
+    copies of the output)."""
     if of.inputs < FEW_CHANNELS:
         return 0, 0
     if of.element_bytes > 2:
@@ -116,28 +123,28 @@ def convolution_scratch(of: Convolution) -> tuple[int, int]:
 
 
 def _part(nbytes: int) -> int:
-    """Bytes of a tensor that are processed at a time: all up to 1 GiB, else as many quarters as fit into 1 GiB, at least 1
-    GiB."""
+    """Bytes of a tensor that are processed at a time: all up to 1 GiB, else as many quarters as fit
+    into 1 GiB, at least 1 GiB."""
     if nbytes <= PART_BYTES:
         return nbytes
     return PART_BYTES * 4 // nbytes * nbytes // 4 or PART_BYTES
 
 
 def attention_scratch(rows: int, keys: int, width: int, element_bytes: int, *, fused: bool) -> int:
-    """Bytes of scratch of one attention with ``rows`` = b h s_q query rows of ``width`` elements and ``keys`` = s_k keys for
-    each."""
+    """Bytes of scratch of one attention with ``rows`` = b h s_q query rows of ``width`` elements
+    and ``keys`` = s_k keys for each."""
     if fused:
         return 4 * rows
     return element_bytes * (2 * rows * keys + 2 * rows * width)
 
 
 def int8_scratch(rows: int, inputs: int, outputs: int, half: bool = False) -> tuple[int, int]:
-    """Bytes of scratch of one int8 layer for ``rows`` tokens of ``inputs`` features: (before its result is allocated, beside
-    the result).
+    """Bytes of scratch of one int8 layer for ``rows`` tokens of ``inputs`` features: (before its
+    result is allocated, beside the result).
 
-    ``half``: it computes in fp16. First the input in fp16 (unless it is already), its absolute values, which determine the
-    outliers, and the input in int8; then the input in int8, the product in int32 and, unless that is the result, the product
-    in fp16.
+    ``half``: it computes in fp16. First the input in fp16 (unless it is already), its absolute
+    values, which determine the outliers, and the input in int8; then the input in int8, the product
+    in int32 and, unless that is the result, the product in fp16.
     """
     kept = rows * (inputs + 4)
     first = kept + rows * inputs * (3 if half else 5)

@@ -1,4 +1,5 @@
-"""Checks this machine for what graphrun needs: a verdict for each thing, and what to type. Measures nothing: `calibrate` does.
+"""Checks this machine for what graphrun needs: a verdict for each thing, and what to type. Measures
+nothing: `calibrate` does.
 
 Returns plain data; `graphrun.report.machine_screens` formats it.
 """
@@ -26,7 +27,8 @@ from graphrun.units import GIB, show_size
 
 
 class Rule(NamedTuple):
-    """What a ``package`` ``provides`` from the version ``since`` on, and what is so ``before`` it."""
+    """What a ``package`` ``provides`` from the version ``since`` on, and what is so ``before``
+    it."""
 
     package: str
     since: str
@@ -34,11 +36,22 @@ class Rule(NamedTuple):
     before: str
 
 
-# Sources: bitsandbytes' release notes 0.43.2 (4-bit modules move between devices) and 0.48 (8-bit ones do; accelerate and
-# transformers blocked that on some paths); the others are the versions that graphrun's own code needs and is tested with.
+# Sources: bitsandbytes' release notes 0.43.2 (4-bit modules move between devices) and 0.48 (8-bit
+# ones do; accelerate and transformers blocked that on some paths); the others are the versions that
+# graphrun's own code needs and is tested with.
 RULES = (
-    Rule("torch", "2.11", "a device written in Python (sim), expandable segments", "older versions are untested"),
-    Rule("diffusers", "0.42", "the pipelines that the reference graphs name", "older versions are untested"),
+    Rule(
+        "torch",
+        "2.11",
+        "a device written in Python (sim), expandable segments",
+        "older versions are untested",
+    ),
+    Rule(
+        "diffusers",
+        "0.42",
+        "the pipelines that the reference graphs name",
+        "older versions are untested",
+    ),
     Rule(
         "transformers",
         "5.20",
@@ -46,10 +59,23 @@ RULES = (
         "older versions are untested",
     ),
     Rule("transformers", "4.58", "8-bit modules move", "8-bit text encoders may refuse to move"),
-    Rule("accelerate", "1.13", "8-bit modules move", "8-bit modules that accelerate dispatched may refuse to move"),
-    Rule("bitsandbytes", "0.43.2", "4-bit modules (nf4) move", "4-bit modules stay on the device where they are made"),
     Rule(
-        "bitsandbytes", "0.48", "8-bit modules move", "8-bit modules stay on the device where they are made until they are deleted"
+        "accelerate",
+        "1.13",
+        "8-bit modules move",
+        "8-bit modules that accelerate dispatched may refuse to move",
+    ),
+    Rule(
+        "bitsandbytes",
+        "0.43.2",
+        "4-bit modules (nf4) move",
+        "4-bit modules stay on the device where they are made",
+    ),
+    Rule(
+        "bitsandbytes",
+        "0.48",
+        "8-bit modules move",
+        "8-bit modules stay on the device where they are made until they are deleted",
     ),
 )
 WITHOUT = {
@@ -65,8 +91,8 @@ TORCH_BUILDS = "https://pytorch.org/get-started/locally"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The verdict on one thing. ``note``: it limits something, or is missing and not needed. ``fix``: what to type or
-    do, or empty."""
+    """The verdict on one thing. ``note``: it limits something, or is missing and not needed.
+    ``fix``: what to type or do, or empty."""
 
     name: str
     verdict: Literal["ok", "note", "problem"]
@@ -75,8 +101,8 @@ class Check:
 
 
 def examine(cache: Path | None) -> dict[str, Any]:
-    """Everything that was found, JSON-ready: device, versions, memory, disk, cache, and ``checks``, a `Check` for each.
-    ``problems``: the texts of those that are a problem."""
+    """Everything that was found, JSON-ready: device, versions, memory, disk, cache, and ``checks``,
+    a `Check` for each. ``problems``: the texts of those that are a problem."""
     versions = [about(name, _version(name)) for name in WITHOUT]
     device, memory, disk = _device(), _memory(), _disk(cache)
     store = Store(cache).entries() if cache is not None else []
@@ -85,7 +111,10 @@ def examine(cache: Path | None) -> dict[str, Any]:
         "platform": sys.platform,
         "device": device,
         "versions": versions,
-        "precisions": {name: asdict(flags(name, {of["name"]: of["version"] for of in versions})) for name in NEEDS},
+        "precisions": {
+            name: asdict(flags(name, {of["name"]: of["version"] for of in versions}))
+            for name in NEEDS
+        },
         "memory": memory,
         "disk": disk,
         "cache": {
@@ -105,7 +134,9 @@ def _checks(found: Mapping[str, Any]) -> Iterator[Check]:
     yield device_check(found["device"])
     if (card := found["device"]["card"]) is not None and float(card["capability"]) < 8:
         text = f"{card['name']} (compute capability {card['capability']}) has no bfloat16 units: use float16"
-        yield Check("bfloat16", "problem", text, "write dtype: float16 for each component of the graph file")
+        yield Check(
+            "bfloat16", "problem", text, "write dtype: float16 for each component of the graph file"
+        )
     if found["device"]["sim"]:
         yield Check("simulated", "ok", "--device sim works")
     else:
@@ -120,14 +151,24 @@ def _checks(found: Mapping[str, Any]) -> Iterator[Check]:
 
 
 def about(name: str, installed: str | None) -> dict[str, Any]:
-    """What version ``installed`` of the package ``name`` supports (``allows``) and does not (``breaks``); ``needs``: the version
-    that supports everything. None: it is not installed."""
+    """What version ``installed`` of the package ``name`` supports (``allows``) and does not
+    (``breaks``); ``needs``: the version that supports everything. None: it is not installed."""
     rules = [rule for rule in RULES if rule.package == name]
     needs = rules[-1].since
     if installed is None:
-        return {"name": name, "version": None, "allows": [], "breaks": [WITHOUT[name]], "needs": needs}
+        return {
+            "name": name,
+            "version": None,
+            "allows": [],
+            "breaks": [WITHOUT[name]],
+            "needs": needs,
+        }
     allows = [rule.provides for rule in rules if new_enough(installed, rule.since)]
-    breaks = [f"{rule.before} (needs {rule.since})" for rule in rules if not new_enough(installed, rule.since)]
+    breaks = [
+        f"{rule.before} (needs {rule.since})"
+        for rule in rules
+        if not new_enough(installed, rule.since)
+    ]
     return {"name": name, "version": installed, "allows": allows, "breaks": breaks, "needs": needs}
 
 
@@ -147,8 +188,8 @@ def _version(name: str) -> str | None:
 
 
 def _device() -> dict[str, Any]:
-    """The device that torch opens, its driver, what torch is built for, signs of a card, and whether the simulated accelerator
-    works here."""
+    """The device that torch opens, its driver, what torch is built for, signs of a card, and
+    whether the simulated accelerator works here."""
     import torch
 
     from graphrun import sim
@@ -158,20 +199,29 @@ def _device() -> dict[str, Any]:
     if found is not None:
         free_bytes, total_bytes = torch.cuda.mem_get_info(0)
         major, minor = torch.cuda.get_device_capability(0)
-        card = {**asdict(found), "free_bytes": free_bytes, "total_bytes": total_bytes, "capability": f"{major}.{minor}"}
+        card = {
+            **asdict(found),
+            "free_bytes": free_bytes,
+            "total_bytes": total_bytes,
+            "capability": f"{major}.{minor}",
+        }
     tool = shutil.which("nvidia-smi")
     return {
         "card": card,
         "driver": driver(),
         "cuda": torch.version.cuda,
         "build": torch_build(torch.version),
-        "signs": [*(node for node in hardware.DEVICE_NODES if Path(node).exists()), *([tool] if tool else [])],
+        "signs": [
+            *(node for node in hardware.DEVICE_NODES if Path(node).exists()),
+            *([tool] if tool else []),
+        ],
         "sim": sim.available(),
     }
 
 
 def torch_build(versions: Any) -> str:
-    """What torch is built for, by `torch.version`: ``CUDA 12.8``, ``ROCm 6.4``, ``XPU 2025``, or ``the CPU``."""
+    """What torch is built for, by `torch.version`: ``CUDA 12.8``, ``ROCm 6.4``, ``XPU 2025``, or
+    ``the CPU``."""
     for attribute, name in (("hip", "ROCm"), ("xpu", "XPU"), ("cuda", "CUDA")):
         if number := getattr(versions, attribute, None):
             return f"{name} {number}"
@@ -179,19 +229,34 @@ def torch_build(versions: Any) -> str:
 
 
 def device_check(device: Mapping[str, Any]) -> Check:
-    """Whether torch opens a device. Where it does not although there are signs of a card: why, and what to install or try."""
+    """Whether torch opens a device. Where it does not although there are signs of a card: why, and
+    what to install or try."""
     build, card, signs = device["build"], device["card"], device["signs"]
     if card is not None:
         free = f"{show_size(card['free_bytes'])} of {show_size(card['total_bytes'])} free"
         driver_text = f"driver {device['driver']}, " if device["driver"] else ""
-        return Check("device", "ok", f"{card['name']}, {free}, compute capability {card['capability']}, {driver_text}{build}")
+        return Check(
+            "device",
+            "ok",
+            f"{card['name']}, {free}, compute capability {card['capability']}, {driver_text}{build}",
+        )
     if not signs:
         ignored = ", whose devices graphrun does not use" if build.startswith("XPU") else ""
-        return Check("device", "note", f"no CUDA device; this torch is built for {build}{ignored}", PLAN_ANYWAY)
+        return Check(
+            "device",
+            "note",
+            f"no CUDA device; this torch is built for {build}{ignored}",
+            PLAN_ANYWAY,
+        )
     kinds = _kinds_of_card(signs)
     if build.partition(" ")[0] not in kinds:
         fix = f"install torch for {' or '.join(kinds)}: {TORCH_BUILDS}"
-        return Check("device", "problem", f"there is a device ({', '.join(signs)}), and this torch is built for {build}", fix)
+        return Check(
+            "device",
+            "problem",
+            f"there is a device ({', '.join(signs)}), and this torch is built for {build}",
+            fix,
+        )
     text = f"there is a device ({', '.join(signs)}), and torch, built for {build}, cannot open it"
     if build.startswith("ROCm"):
         text += ": may this user open it? Log in again afterwards"
@@ -201,7 +266,9 @@ def device_check(device: Mapping[str, Any]) -> Check:
 
 def _kinds_of_card(signs: Sequence[str]) -> tuple[str, ...]:
     """The builds of torch that open the card with these ``signs``."""
-    if all(sign == "/dev/dxg" for sign in signs):  # of Windows' subsystem for Linux, which does not say whose card it is
+    if all(
+        sign == "/dev/dxg" for sign in signs
+    ):  # of Windows' subsystem for Linux, which does not say whose card it is
         return "CUDA", "ROCm"
     return ("ROCm",) if all(sign in ("/dev/kfd", "/dev/dxg") for sign in signs) else ("CUDA",)
 
@@ -228,8 +295,11 @@ def _memory() -> dict[str, Any]:
 
 
 def memory_checks(memory: Mapping[str, Any], *, card: bool) -> Iterator[Check]:
-    """RAM, swap, the limits of cgroups and of page-locked memory. ``card``: there is a device that copies from locked pages."""
-    usable, available, total, swap = (show_size(memory[f"{name}_bytes"]) for name in ("usable", "available", "total", "swap"))
+    """RAM, swap, the limits of cgroups and of page-locked memory. ``card``: there is a device that
+    copies from locked pages."""
+    usable, available, total, swap = (
+        show_size(memory[f"{name}_bytes"]) for name in ("usable", "available", "total", "swap")
+    )
     yield Check("RAM", "ok", f"{usable} for --ram auto, {available} of {total} available")
     yield Check("swap", "ok", f"{swap}: ignored")
     for limit in memory["limits"]:
@@ -256,31 +326,55 @@ def _disk(cache: Path | None) -> list[dict[str, Any]]:
     for folder in (Path.cwd(), *([cache] if cache is not None else [])):
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         usage = shutil.disk_usage(existing)
-        found.append({"folder": str(folder), "free_bytes": usage.free, "total_bytes": usage.total, "low": usage.free < 2 * GIB})
+        found.append(
+            {
+                "folder": str(folder),
+                "free_bytes": usage.free,
+                "total_bytes": usage.total,
+                "low": usage.free < 2 * GIB,
+            }
+        )
     return found
 
 
 def _disk_check(disk: Mapping[str, Any]) -> Check:
     text = f"{show_size(disk['free_bytes'])} free at {disk['folder']}"
-    return Check("disk", "problem", text, "graphrun cache rm --all") if disk["low"] else Check("disk", "ok", text)
+    return (
+        Check("disk", "problem", text, "graphrun cache rm --all")
+        if disk["low"]
+        else Check("disk", "ok", text)
+    )
 
 
 def _cache_check(cache: Mapping[str, Any]) -> Check:
     if cache["folder"] is None:
         return Check("cache", "note", "off (--no-cache)")
-    return Check("cache", "ok", f"{cache['entries']} entries, {show_size(cache['nbytes'])} in {cache['folder']}")
+    return Check(
+        "cache",
+        "ok",
+        f"{cache['entries']} entries, {show_size(cache['nbytes'])} in {cache['folder']}",
+    )
 
 
 def _profile_checks(names: Sequence[str], *, card: bool) -> Iterator[Check]:
     yield from (Check("profile", "ok", name) for name in names)
     if card and not names:
-        yield Check("profile", "note", "none: seconds are data-sheet estimates until this card is measured", "graphrun calibrate")
+        yield Check(
+            "profile",
+            "note",
+            "none: seconds are data-sheet estimates until this card is measured",
+            "graphrun calibrate",
+        )
 
 
 def _precision_check(name: str, of: Mapping[str, Any]) -> Check:
     if not of["available"]:
         fix = install_command("gguf") if name == "gguf" else ""
         return Check(name, "note", f"unavailable: {of['reason']}", fix)
-    may = {"movable": "moves", "streamable": "is streamed by blocks", "disk_able": "may stay on disk"}
+    may = {
+        "movable": "moves",
+        "streamable": "is streamed by blocks",
+        "disk_able": "may stay on disk",
+    }
     text = ", ".join(text for key, text in may.items() if of[key])
     return Check(name, "ok", text) if text else Check(name, "note", of["reason"])

@@ -1,8 +1,10 @@
-"""Runs a graph's ops without weights and without a GPU, and returns a recording of what they would allocate and compute.
+"""Runs a graph's ops without weights and without a GPU, and returns a recording of what they would
+allocate and compute.
 
-The ops' own code runs on an unlimited simulated accelerator that reports every allocation; schedulers, tokenizers and image
-processors work as usual. Components are meta modules: a call into one is traced on the meta device once for each signature of
-argument shapes, and returns zeros of the right shape. The 28 denoising steps of an image therefore cost one traced call.
+The ops' own code runs on an unlimited simulated accelerator that reports every allocation;
+schedulers, tokenizers and image processors work as usual. Components are meta modules: a call into
+one is traced on the meta device once for each signature of argument shapes, and returns zeros of
+the right shape. The 28 denoising steps of an image therefore cost one traced call.
 """
 
 from __future__ import annotations
@@ -23,19 +25,40 @@ from graphrun.graph.graph import Component, Graph
 from graphrun.limits import require
 from graphrun.model.allocator import ROUND_BYTES
 from graphrun.modules.blocks import with_weights_of
-from graphrun.modules.build import build, build_part, held_meta_module, leave_behind, meta_module, on_host
+from graphrun.modules.build import (
+    build,
+    build_part,
+    held_meta_module,
+    leave_behind,
+    meta_module,
+    on_host,
+)
 from graphrun.modules.contents import as_stored
 from graphrun.modules.dtype_variants import DtypeVariants
 from graphrun.modules.interceptor import CallInterceptor
 from graphrun.modules.memos import DIFFUSERS_HOOKS, forget
 from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.stored import holding, local_weights
-from graphrun.modules.trees import PLAIN, computing_on, content_of, found_in, holders_in, may_hold, tensors_in, walk
+from graphrun.modules.trees import (
+    PLAIN,
+    computing_on,
+    content_of,
+    found_in,
+    holders_in,
+    may_hold,
+    tensors_in,
+    walk,
+)
 from graphrun.ops import Stages
 from graphrun.profile.block_groups import block_paths, group_blocks, group_layers, routed_lists
 from graphrun.profile.host_ram import host_ram_bytes
 from graphrun.profile.meta_ops import META
-from graphrun.profile.quantized import block_bytes_by_precision, laid_out_bytes, quantized_shapes, widened
+from graphrun.profile.quantized import (
+    block_bytes_by_precision,
+    laid_out_bytes,
+    quantized_shapes,
+    widened,
+)
 from graphrun.profile.recorder import FusedAttention, Recorder
 from graphrun.profile.recording import Call, ComponentProfile, DryRun, Event, Recording, StageEnd
 from graphrun.profile.repeats import Repeats
@@ -46,18 +69,24 @@ from graphrun.sim.dry import PLANNED, DryMachine
 from graphrun.sim.tensor import SimTensor
 from graphrun.units import MIB, round_up, show_size
 
-# Larger tensors are output images or videos; no code depends on their values, so they are not computed.
+# Larger tensors are output images or videos; no code depends on their values, so they are not
+# computed.
 HOLLOW_BYTES = 64 * MIB
 
 
 @on_host()
-def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None = None) -> DryRun:
-    """The dry run of ``graph`` for resolved ``inputs``. ``options``: stage -> name of the stage option to run it with.
+def probe(
+    graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None = None
+) -> DryRun:
+    """The dry run of ``graph`` for resolved ``inputs``. ``options``: stage -> name of the stage
+    option to run it with.
 
-    Raises what the pipeline's own code raises for these inputs, and GraphError where a component's files are on this machine
-    but are damaged or belong to another model.
+    Raises what the pipeline's own code raises for these inputs, and GraphError where a component's
+    files are on this machine but are damaged or belong to another model.
     """
-    meta_modules = {name: meta_module(component, graph.trust) for name, component in graph.components.items()}
+    meta_modules = {
+        name: meta_module(component, graph.trust) for name, component in graph.components.items()
+    }
     for name, component in graph.components.items():
         holding(component, meta_modules[name])
     parts = {part.name: build_part(part, graph, planning=True) for part in graph.parts.values()}
@@ -68,11 +97,24 @@ def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | 
 
         def after_stage(stage: str, outputs: Mapping[str, Any]) -> None:
             for name, value in outputs.items():
-                keys = (tensor.allocation.key for tensor in tensors_in(value) if isinstance(tensor, SimTensor))
+                keys = (
+                    tensor.allocation.key
+                    for tensor in tensors_in(value)
+                    if isinstance(tensor, SimTensor)
+                )
                 prober.recording.values[f"{stage}.{name}"] = frozenset(keys)
             prober.recording.items.append(StageEnd(stage))
 
-        stages = Stages(graph, meta_modules, PLANNED, inputs, parts, meta_modules, options=options or {}, planning=True)
+        stages = Stages(
+            graph,
+            meta_modules,
+            PLANNED,
+            inputs,
+            parts,
+            meta_modules,
+            options=options or {},
+            planning=True,
+        )
         stages.after_stage = after_stage
         stages.run()
     probed = DryRun(prober.recording, prober.profiles(graph))
@@ -81,17 +123,19 @@ def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | 
 
 
 def random_weights(graph: Graph) -> Callable[[str], nn.Module]:
-    """A function that returns a component of ``graph`` by name with random weights, on the CPU. No files are read for it."""
+    """A function that returns a component of ``graph`` by name with random weights, on the CPU. No
+    files are read for it."""
     return lambda name: build(replace(graph.components[name], source=None, gguf=""), graph)
 
 
 class Prober:
-    """Intercepts calls into ``meta_modules``, traces each kind of call once, and appends a mark for every call to
-    ``recording``.
+    """Intercepts calls into ``meta_modules``, traces each kind of call once, and appends a mark for
+    every call to ``recording``.
 
-    Traces are reused by later dry runs with the same prober. An entry that cannot be traced on meta, as its code reads numbers, is
-    computed once on the CPU, with what ``weights(component)`` returns, a module like that on meta. Without ``weights``, or RAM for
-    it, the error on meta is raised.
+    Traces are reused by later dry runs with the same prober. An entry that cannot be traced on
+    meta, as its code reads numbers, is computed once on the CPU, with what ``weights(component)``
+    returns, a module like that on meta. Without ``weights``, or RAM for it, the error on meta is
+    raised.
     """
 
     def __init__(
@@ -103,22 +147,42 @@ class Prober:
         self.meta_modules = dict(meta_modules)
         self._weights = weights
         self.recording = Recording()
-        self.interceptor = CallInterceptor(meta_modules, PLANNED, around=self.answer, reads=_device_zeros, casts=casts)
+        self.interceptor = CallInterceptor(
+            meta_modules, PLANNED, around=self.answer, reads=_device_zeros, casts=casts
+        )
         self.routed: dict[str, set[str]] = defaultdict(set)  # see `routed_lists`
         self._traces: dict[Any, tuple[Call, Returned]] = {}
-        self._hook_state: dict[str, list[torch.Tensor]] = {}  # by component, what its hooks hold between its calls
+        self._hook_state: dict[
+            str, list[torch.Tensor]
+        ] = {}  # by component, what its hooks hold between its calls
 
     def signature(
-        self, component: str, entry: str, args: Any, kwargs: Any, device_type: str = PLANNED.type, *, texts: bool = True
+        self,
+        component: str,
+        entry: str,
+        args: Any,
+        kwargs: Any,
+        device_type: str = PLANNED.type,
+        *,
+        texts: bool = True,
     ) -> Any:
-        """A key that is equal for calls that one trace can serve: same component, entry point and argument shapes, under the same
-        autocast for ``device_type``. Without ``texts`` it is equal for calls that differ in texts only."""
+        """A key that is equal for calls that one trace can serve: same component, entry point and
+        argument shapes, under the same autocast for ``device_type``. Without ``texts`` it is equal
+        for calls that differ in texts only."""
         host = "cpu" if device_type != "cpu" else ""  # a device of tests computes on the CPU itself
-        return component, entry, _signature(args, host, texts), _signature(kwargs, host, texts), dtype_on(device_type)
+        return (
+            component,
+            entry,
+            _signature(args, host, texts),
+            _signature(kwargs, host, texts),
+            dtype_on(device_type),
+        )
 
-    def trace(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, Returned]:
-        """The call as traced for its signature, and what it returns. Where hooks with a state decide what is computed (diffusers'
-        caches), no call is like another, and each is traced."""
+    def trace(
+        self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[Call, Returned]:
+        """The call as traced for its signature, and what it returns. Where hooks with a state
+        decide what is computed (diffusers' caches), no call is like another, and each is traced."""
         signature = self.signature(component, entry, args, kwargs)
         if stateful_hooks(self.meta_modules[component]):
             signature = *signature, len(self._traces)
@@ -126,15 +190,25 @@ class Prober:
             self._traces[signature] = self._trace(component, entry, proceed, args, kwargs)
         return self._traces[signature]
 
-    def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replaces a call into a component: appends a mark to the recording and returns zeros on `sim`."""
+    def answer(
+        self,
+        component: str,
+        entry: str,
+        proceed: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Replaces a call into a component: appends a mark to the recording and returns zeros on
+        `sim`."""
         made = len(self.recording.items) + 1
         require("calls", made, f"it makes {made:,} calls of components or more")
         self._hook_state.pop(component, None)  # the call's own events have it
         call, result = self.trace(component, entry, proceed, args, kwargs)
         self.recording.items.append(call)
         if held := _held_by_hooks(self.meta_modules[component]):
-            self._hook_state[component] = [torch.empty(each.nbytes(), dtype=torch.uint8, device=PLANNED) for each in held]
+            self._hook_state[component] = [
+                torch.empty(each.nbytes(), dtype=torch.uint8, device=PLANNED) for each in held
+            ]
         return result.materialize((args, kwargs), PLANNED)
 
     def begin(self, recording: Recording) -> Recording:
@@ -144,8 +218,8 @@ class Prober:
         return recording
 
     def profiles(self, graph: Graph | None = None) -> dict[str, ComponentProfile]:
-        """The profile of every component, with block groups in the order in which blocks were entered. With ``graph``, in
-        every precision that it allows."""
+        """The profile of every component, with block groups in the order in which blocks were
+        entered. With ``graph``, in every precision that it allows."""
         found = {}
         for name in self.meta_modules:
             with self.as_traced(name):
@@ -153,22 +227,36 @@ class Prober:
         return found
 
     def as_traced(self, name: str) -> AbstractContextManager[None]:
-        """A context in which the meta module ``name`` is in the state in which its calls were traced. Overridden for dtype
-        variants."""
+        """A context in which the meta module ``name`` is in the state in which its calls were
+        traced. Overridden for dtype variants."""
         return nullcontext()
 
     def _profile_of(self, name: str, graph: Graph | None) -> ComponentProfile:
         module = self.meta_modules[name]
         calls = [call for call, _ in self._traces.values() if call.component == name]
-        groups, layers = group_blocks(module, calls, self.routed[name]), group_layers(module, calls, self.routed[name])
-        profile = ComponentProfile(sum(p.numel() for p in module.parameters()), groups, laid_out_bytes(module, groups))
+        groups, layers = (
+            group_blocks(module, calls, self.routed[name]),
+            group_layers(module, calls, self.routed[name]),
+        )
+        profile = ComponentProfile(
+            sum(p.numel() for p in module.parameters()), groups, laid_out_bytes(module, groups)
+        )
         if layers:
-            split = replace(profile, groups=layers, block_bytes=laid_out_bytes(module, layers, by_layer=True))
+            split = replace(
+                profile, groups=layers, block_bytes=laid_out_bytes(module, layers, by_layer=True)
+            )
             profile = replace(profile, layer_split=split)
-        return _in_every_precision(profile, graph, graph.components[name], module) if graph else profile
+        return (
+            _in_every_precision(profile, graph, graph.components[name], module)
+            if graph
+            else profile
+        )
 
-    def _trace(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, Returned]:
-        """Traces the call on meta, or where that fails on the CPU. Raises what `_untraceable` returns where both fail."""
+    def _trace(
+        self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[Call, Returned]:
+        """Traces the call on meta, or where that fails on the CPU. Raises what `_untraceable`
+        returns where both fail."""
         try:
             return self._trace_on(META, component, entry, proceed, args, kwargs)
         except GraphrunError:
@@ -193,14 +281,29 @@ class Prober:
         )
         return made
 
-    def _untraceable(self, component: str, entry: str, args: Any, kwargs: Any, on_meta: Exception, on_cpu: Exception) -> Exception:
+    def _untraceable(
+        self,
+        component: str,
+        entry: str,
+        args: Any,
+        kwargs: Any,
+        on_meta: Exception,
+        on_cpu: Exception,
+    ) -> Exception:
         """The error for an entry that neither meta nor the CPU can trace."""
         return on_meta
 
     def _trace_on(
-        self, device: torch.device, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        device: torch.device,
+        component: str,
+        entry: str,
+        proceed: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
     ) -> tuple[Call, Returned]:
-        """Traces the call on ``device``: on meta, or on the CPU if ``component`` has its weights there."""
+        """Traces the call on ``device``: on meta, or on the CPU if ``component`` has its weights
+        there."""
         module = self.meta_modules[component]
         units = block_paths(module, self.routed[component])
         try:
@@ -222,8 +325,16 @@ class Prober:
             for t in {id(t): t for t in tensors_in((args, kwargs))}.values()
             if t.device.type != "cpu"
         )
-        results = {id(t): round_up(t.nbytes, ROUND_BYTES) for t in tensors_in(result.template) if t.is_meta}
-        made = replace(call, component=component, entry=entry, input_bytes=input_bytes, output_bytes=sum(results.values()))
+        results = {
+            id(t): round_up(t.nbytes, ROUND_BYTES) for t in tensors_in(result.template) if t.is_meta
+        }
+        made = replace(
+            call,
+            component=component,
+            entry=entry,
+            input_bytes=input_bytes,
+            output_bytes=sum(results.values()),
+        )
         return made, result
 
     def _record(
@@ -236,23 +347,37 @@ class Prober:
         device: torch.device,
         before: Collection[torch.UntypedStorage] = (),
     ) -> tuple[Call, Returned, list[torch.UntypedStorage]]:
-        """The call, what it returns, and what it leaves in the component, where an earlier call left ``before``."""
+        """The call, what it returns, and what it leaves in the component, where an earlier call
+        left ``before``."""
         on_meta = device == META
         self.interceptor.device = device
         recorder = Recorder(module, blocks, device)
         try:
             with _disable_current_modes():
-                arguments = computing_on(device, *walk((args, kwargs), _to_meta if on_meta else torch.Tensor.cpu))
+                arguments = computing_on(
+                    device, *walk((args, kwargs), _to_meta if on_meta else torch.Tensor.cpu)
+                )
                 given, holders = tensors_in(arguments), holders_in(arguments)
                 held = [list(map(id, found_in(holder, torch.Tensor))) for holder in holders]
                 recorder.ignore(given, before)
                 recorder.hold(_held_by_hooks(module))
                 repeats = Repeats(module, recorder) if on_meta else nullcontext()
                 fused = FusedAttention(recorder) if on_meta else nullcontext()
-                with torch.no_grad(), repeats, fused, recorder, following(dtype_on(PLANNED.type)), _beside(recorder):
+                with (
+                    torch.no_grad(),
+                    repeats,
+                    fused,
+                    recorder,
+                    following(dtype_on(PLANNED.type)),
+                    _beside(recorder),
+                ):
                     out = proceed(*arguments[0], **arguments[1])
                 recorder.returns(out)
-                put = {n: content_of(holder) for n, holder in enumerate(holders) if list(map(id, tensors_in(holder))) != held[n]}
+                put = {
+                    n: content_of(holder)
+                    for n, holder in enumerate(holders)
+                    if list(map(id, tensors_in(holder))) != held[n]
+                }
                 result = returned(out, given, put, recorder.weights, device)
                 recorder.note_results(tensors_in((out, put)))
                 del out, put, holders, arguments
@@ -265,8 +390,9 @@ class Prober:
 
 
 class _Beside:
-    """A listener of `sim` that notes tensors which hooks' callbacks make during a call as ones of the call. ``outer``: the listener
-    that is told of what was there before the call, or stays after it."""
+    """A listener of `sim` that notes tensors which hooks' callbacks make during a call as ones of
+    the call. ``outer``: the listener that is told of what was there before the call, or stays after
+    it."""
 
     def __init__(self, recorder: Recorder, outer: Any) -> None:
         self.recorder, self.outer, self.live = recorder, outer, dict[int, int]()
@@ -301,7 +427,8 @@ def _beside(recorder: Recorder) -> Iterator[None]:
 
 
 def stateful_hooks(module: nn.Module) -> list[Any]:
-    """The hooks of diffusers on ``module``, and on those inside it, that keep a state from call to call: its caches."""
+    """The hooks of diffusers on ``module``, and on those inside it, that keep a state from call to
+    call: its caches."""
     registries = (vars(child).get(DIFFUSERS_HOOKS) for child in module.modules())
     hooks = (hook for registry in registries for hook in getattr(registry, "hooks", {}).values())
     return [hook for hook in hooks if getattr(hook, "_is_stateful", False)]
@@ -309,20 +436,36 @@ def stateful_hooks(module: nn.Module) -> list[Any]:
 
 def _held_by_hooks(module: nn.Module) -> list[torch.UntypedStorage]:
     """The storages on meta of the tensors in `stateful_hooks`."""
-    tensors = (tensor for tensor in found_in(stateful_hooks(module), torch.Tensor) if tensor.is_meta)
-    return [*{storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}.values()]
+    tensors = (
+        tensor for tensor in found_in(stateful_hooks(module), torch.Tensor) if tensor.is_meta
+    )
+    return [
+        *{
+            storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)
+        }.values()
+    ]
 
 
 def _holds_tensors(module: nn.Module) -> bool:
     """Whether ``module`` or one inside it holds a tensor beside its weights."""
     tables = vars(nn.Module()).keys()
-    held = (value for child in module.modules() for key, value in vars(child).items() if key not in tables)
-    return any(next(found_in(value, torch.Tensor), None) is not None for value in held if type(value) not in PLAIN)
+    held = (
+        value
+        for child in module.modules()
+        for key, value in vars(child).items()
+        if key not in tables
+    )
+    return any(
+        next(found_in(value, torch.Tensor), None) is not None
+        for value in held
+        if type(value) not in PLAIN
+    )
 
 
 def _with_state_before(call: Call, again: Call) -> Call:
-    """``call`` beside what the call before it left in the component and it replaces: what ``again``, the same call once more, keeps
-    too (frames that causal convolutions see in the next piece). Tables of positions are reused instead, so ``again`` keeps none."""
+    """``call`` beside what the call before it left in the component and it replaces: what
+    ``again``, the same call once more, keeps too (frames that causal convolutions see in the next
+    piece). Tables of positions are reused instead, so ``again`` keeps none."""
     sizes = {event.key: event.nbytes for event in again.events if event.nbytes}
     first = 1 + max((event.key for event in call.events), default=0)
     before = [Event(first + number, sizes[key]) for number, key in enumerate(again.kept)]
@@ -331,19 +474,27 @@ def _with_state_before(call: Call, again: Call) -> Call:
         call,
         events=[*before, *call.events, *(Event(event.key, 0) for event in before)],
         products=[product._replace(event=product.event + shift) for product in call.products],
-        spans=[span._replace(begin=span.begin + shift, end=span.end + shift) for span in call.spans],
+        spans=[
+            span._replace(begin=span.begin + shift, end=span.end + shift) for span in call.spans
+        ],
         kept=[*call.kept, *(event.key for event in before)],
     )
 
 
-def _in_every_precision(profile: ComponentProfile, graph: Graph, component: Component, module: nn.Module) -> ComponentProfile:
-    """``profile`` with the bytes of the blocks of ``component`` in every precision that ``graph`` allows.
+def _in_every_precision(
+    profile: ComponentProfile, graph: Graph, component: Component, module: nn.Module
+) -> ComponentProfile:
+    """``profile`` with the bytes of the blocks of ``component`` in every precision that ``graph``
+    allows.
 
-    Which tensors stay in fp32 depends on the dtype in which the module is created. Where the files are quantized, the bytes
-    are those of the files.
+    Which tensors stay in fp32 depends on the dtype in which the module is created. Where the files
+    are quantized, the bytes are those of the files.
     """
     profiles = [profile, profile.layer_split] if profile.layer_split is not None else [profile]
-    sizes = [block_bytes_by_precision(module, of.groups, component.dtype, by_layer=of is not profile) for of in profiles]
+    sizes = [
+        block_bytes_by_precision(module, of.groups, component.dtype, by_layer=of is not profile)
+        for of in profiles
+    ]
     layers = quantized_shapes(module, component.dtype)
     stored: list[str] = []
     kinds: dict[str, tuple[str, int, tuple[int, int]]] = {}
@@ -351,8 +502,13 @@ def _in_every_precision(profile: ComponentProfile, graph: Graph, component: Comp
         if precision in ("fp8", "gguf") and local_weights(component, precision) is not None:
             held, content = held_meta_module(component, graph.trust, precision)
             if precision == "gguf":
-                rows = {name: held.get_parameter(name).shape[1] for name in layers if content.kind(name)}
-                kinds = {name: (content.kind(name), row_bytes, layers[name]) for name, row_bytes in rows.items()}
+                rows = {
+                    name: held.get_parameter(name).shape[1] for name in layers if content.kind(name)
+                }
+                kinds = {
+                    name: (content.kind(name), row_bytes, layers[name])
+                    for name, row_bytes in rows.items()
+                }
             if precision not in as_stored(content, layers):
                 continue
             stored.append(precision)
@@ -371,13 +527,14 @@ def _in_every_precision(profile: ComponentProfile, graph: Graph, component: Comp
 
 
 def _device_zeros(component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros on the device for a weight that the pipeline's own code reads: the code copies it there, which takes memory."""
+    """Zeros on the device for a weight that the pipeline's own code reads: the code copies it
+    there, which takes memory."""
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=PLANNED)
 
 
 def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` of the device on meta. A host tensor is cloned and stays on the host: copying it to the device takes memory
-    of its own."""
+    """``tensor`` of the device on meta. A host tensor is cloned and stays on the host: copying it
+    to the device takes memory of its own."""
     if tensor.device.type == "cpu":
         return tensor.clone()
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
@@ -392,4 +549,8 @@ def _signature(value: Any, host: str, texts: bool) -> Any:
         return tuple(_signature(item, host, texts) for item in value)
     if isinstance(value, (bool, int, type(None))) or (texts and isinstance(value, str)):
         return value
-    return (type(value), *(_signature(tensor, host, texts) for tensor in tensors_in(value))) if may_hold(value) else type(value)
+    return (
+        (type(value), *(_signature(tensor, host, texts) for tensor in tensors_in(value)))
+        if may_hold(value)
+        else type(value)
+    )

@@ -1,28 +1,34 @@
 """Built-in hardware descriptions (priors), and detection of this machine's CUDA device.
 
-A prior is a card's data sheet (`SHEETS`) times the share that kernels reach of it (`SHARES`, `MEMORY_SHARE`), by class of kernel
-(`costs`). Data sheets: NVIDIA's architecture papers GA102, Ada and RTX Blackwell (dense tensor rates with fp32 accumulation),
-data sheets of V100, T4, A100, H100, H200, B200, A10, L4, L40S and RTX A6000, AMD's of MI300X. Laptops' rates are those of the
-highest power limit.
+A prior is a card's data sheet (`SHEETS`) times the share that kernels reach of it (`SHARES`,
+`MEMORY_SHARE`), by class of kernel (`costs`). Data sheets: NVIDIA's architecture papers GA102, Ada
+and RTX Blackwell (dense tensor rates with fp32 accumulation), data sheets of V100, T4, A100, H100,
+H200, B200, A10, L4, L40S and RTX A6000, AMD's of MI300X. Laptops' rates are those of the highest
+power limit.
 
-Shares are fitted by ``benchmarks/fit_costs.py`` on published seconds (``benchmarks/data/published.csv``), as are the constants so
-named in `costs`; errors of rows whose source was left out are in ``benchmarks/results/published.json``. V100 takes the shares of
-A100, B200 and MI300X those of H100. Exponentials: 16 per multiprocessor and clock (CUDA programming guide, throughput of native
-arithmetic instructions); softmax costs about three of them per score.
+Shares are fitted by ``benchmarks/fit_costs.py`` on published seconds
+(``benchmarks/data/published.csv``), as are the constants so named in `costs`; errors of rows whose
+source was left out are in ``benchmarks/results/published.json``. V100 takes the shares of A100,
+B200 and MI300X those of H100. Exponentials: 16 per multiprocessor and clock (CUDA programming
+guide, throughput of native arithmetic instructions); softmax costs about three of them per score.
 
-Launches: from PyTorch's dispatch to the driver, a kernel takes the host about 5 us (2 to 9 us are measured for the driver's part);
-`sim` charges these (`DISPATCH_SECONDS`). `LAUNCH_SECONDS`, fitted to times of whole pipelines, has diffusers' Python code around an
-operator as well. On `sim` tools are compared, each of which has code of its own around an operator and a copy; it is not timed
-there, and a flat 17 us for it would charge a tool's hooks nothing, and its copies as much as an operator of diffusers.
+Launches: from PyTorch's dispatch to the driver, a kernel takes the host about 5 us (2 to 9 us are
+measured for the driver's part); `sim` charges these (`DISPATCH_SECONDS`). `LAUNCH_SECONDS`, fitted
+to times of whole pipelines, has diffusers' Python code around an operator as well. On `sim` tools
+are compared, each of which has code of its own around an operator and a copy; it is not timed
+there, and a flat 17 us for it would charge a tool's hooks nothing, and its copies as much as an
+operator of diffusers.
 
-Copies: pinned rates (GB/s) are what PCIe reaches: 3.0 x16 12, 4.0 x8 12, x16 25, 5.0 x8 25, x16 50 to 55. Pageable copies to the
-device reach `PAGEABLE_SHARE` of that. Copies to newly allocated pageable memory are bound by page faults (`FRESH_PAGES_RATE`). Both
-are fitted on diffusers' offload modes. Host-to-device copies fall to 11 to 16 GB/s on PCIe 4 while the other direction is in use
-(0.5 here). Submitting a copy takes 5 to 7 us, independent of its size (arXiv:2602.21548, 5.2); 7 here. Allocating host memory and
-locking its pages takes 0.2 to 0.4 s for a GB (rapidsai/dask-cuda, pull request 98 and issue 106); 0.2 here. Disk: safetensors
-through mmap 1.0 to 1.3 GB/s (1.2 here). A CUDA context takes 287 MB (lazy loading) to 667 MB (eager); the larger is used. A host
-computes 0.3 TFLOP/s in 16 bits (about what eight cores with AVX2 reach in fp32). cuBLAS workspace: 8.125 MiB, 32 MiB from compute
-capability 9.0.
+Copies: pinned rates (GB/s) are what PCIe reaches: 3.0 x16 12, 4.0 x8 12, x16 25, 5.0 x8 25, x16 50
+to 55. Pageable copies to the device reach `PAGEABLE_SHARE` of that. Copies to newly allocated
+pageable memory are bound by page faults (`FRESH_PAGES_RATE`). Both are fitted on diffusers' offload
+modes. Host-to-device copies fall to 11 to 16 GB/s on PCIe 4 while the other direction is in use
+(0.5 here). Submitting a copy takes 5 to 7 us, independent of its size (arXiv:2602.21548, 5.2); 7
+here. Allocating host memory and locking its pages takes 0.2 to 0.4 s for a GB (rapidsai/dask-cuda,
+pull request 98 and issue 106); 0.2 here. Disk: safetensors through mmap 1.0 to 1.3 GB/s (1.2 here).
+A CUDA context takes 287 MB (lazy loading) to 667 MB (eager); the larger is used. A host computes
+0.3 TFLOP/s in 16 bits (about what eight cores with AVX2 reach in fp32). cuBLAS workspace: 8.125
+MiB, 32 MiB from compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -42,23 +48,27 @@ CONTEXT_BYTES = 667_000_000
 COPY_START_SECONDS = 7e-6
 DISPATCH_SECONDS = 5e-6
 PAGE_LOCK_SECONDS = 0.2e-9
-SMALL = 0.0005  # weights of graphs in small (flux-tiny, wan-tiny) over those of the models that they stand for
+# weights of graphs in small (flux-tiny, wan-tiny) over those of the models that they stand for
+SMALL = 0.0005
 DEFAULT = "rtx4090"
 
-LAUNCH_SECONDS = 21.8e-6  # of the host for one operator in eager PyTorch, with the Python code of diffusers around it
+# of the host for one operator in eager PyTorch, with the Python code of diffusers around it
+LAUNCH_SECONDS = 21.8e-6
 WAVE_SECONDS = 8.7e-6
 MEMORY_SHARE = 0.874
 SOFTMAX_EXPONENTIALS = 2.68
 PAGEABLE_SHARE = 0.263
 FRESH_PAGES_RATE = 2.65e9
 
-# Without one of these, Linux has no card that torch.cuda could open (NVIDIA, WSL, ROCm), so torch is not imported to check.
+# Without one of these, Linux has no card that torch.cuda could open (NVIDIA, WSL, ROCm), so torch
+# is not imported to check.
 DEVICE_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The part of a data sheet's rates that kernels reach: matrix products, attention, convolutions."""
+    """The part of a data sheet's rates that kernels reach: matrix products, attention,
+    convolutions."""
 
     matmul: float
     attention: float
@@ -71,15 +81,16 @@ SHARES = {
     "hopper": Shares(0.724, 0.675, 0.48),
     "geforce": Shares(0.977, 1.023, 0.849),
 }
-# Cards whose power limit (72, 70 and 150 W) is far below what their tensor cores would draw: the part of the sheet's clock that is
-# assumed to remain. No published row is of these.
+# Cards whose power limit (72, 70 and 150 W) is far below what their tensor cores would draw: the
+# part of the sheet's clock that is assumed to remain. No published row is of these.
 THROTTLED = {"l4": 0.55, "t4": 0.6, "a10": 0.7}
 
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """What a data sheet says: GiB of memory; TFLOP/s of tensor cores in 16 bits (dense, fp32 accumulation) and of fp32;
-    multiprocessors; GB/s of memory; then what PCIe reaches in GB/s; architecture, and the kind of `SHARES`."""
+    """What a data sheet says: GiB of memory; TFLOP/s of tensor cores in 16 bits (dense, fp32
+    accumulation) and of fp32; multiprocessors; GB/s of memory; then what PCIe reaches in GB/s;
+    architecture, and the kind of `SHARES`."""
 
     gib: int
     tensor: float
@@ -132,14 +143,17 @@ def _card(name: str, sheet: Sheet) -> Hardware:
     tera, shares, kept = 1e12, SHARES[sheet.shares], THROTTLED.get(name, 1.0)
     tensor, fp32 = kept * sheet.tensor * tera, kept * sheet.fp32 * tera
     old = sheet.architecture in ("volta", "turing")
-    # FLOPs in fp32 per exponential: 64 lanes per multiprocessor on V100, T4 and A100, 128 on others, for 16 special function units
+    # FLOPs in fp32 per exponential: 64 lanes per multiprocessor on V100, T4 and A100, 128 on
+    # others, for 16 special function units
     per_exponential = 8 if old or sheet.architecture == "ampere" else 16
     return Hardware(
         name=name,
         device="cuda",
         capacity_bytes=sheet.gib * GIB,
         context_bytes=CONTEXT_BYTES,
-        workspace_bytes=32 * MIB if sheet.architecture in ("hopper", "blackwell") else 8 * MIB + 128 * KIB,
+        workspace_bytes=32 * MIB
+        if sheet.architecture in ("hopper", "blackwell")
+        else 8 * MIB + 128 * KIB,
         h2d_bytes_per_second=sheet.pcie * 1e9,
         pageable_bytes_per_second=PAGEABLE_SHARE * sheet.pcie * 1e9,
         d2h_bytes_per_second=sheet.pcie * 1e9,
@@ -170,20 +184,25 @@ def _card(name: str, sheet: Sheet) -> Hardware:
 
 
 def priors() -> dict[str, Hardware]:
-    """The built-in devices by name. ``sim``, the simulated accelerator, has no context, no scratch and no caching allocator."""
+    """The built-in devices by name. ``sim``, the simulated accelerator, has no context, no scratch
+    and no caching allocator."""
     return {name: _card(name, sheet) for name, sheet in SHEETS.items()} | {"sim": simulated()}
 
 
-PAGES = "sim:pages="  # begins the name of a simulated accelerator that counts in pages; the factor on their size follows
+# begins the name of a simulated accelerator that counts in pages; the factor on their size follows
+PAGES = "sim:pages="
 
 
 def simulated(page_scale: float | None = None) -> Hardware:
-    """The simulated accelerator: unlimited capacity, 1 GB/s in each direction, 100 GFLOP/s on its virtual clock.
+    """The simulated accelerator: unlimited capacity, 1 GB/s in each direction, 100 GFLOP/s on its
+    virtual clock.
 
-    ``page_scale``: memory counts in the pages of PyTorch's allocator, their size times this; None: in bytes of tensors.
+    ``page_scale``: memory counts in the pages of PyTorch's allocator, their size times this; None:
+    in bytes of tensors.
 
-    Copies and launches start faster than on an rtx4090, so that they take a similar part of a run of a small graph. In the time of
-    a start, a card copies so many bytes; `sim` copies ``page_scale`` (None: `SMALL`) times as many, as its pages are smaller.
+    Copies and launches start faster than on an rtx4090, so that they take a similar part of a run
+    of a small graph. In the time of a start, a card copies so many bytes; `sim` copies
+    ``page_scale`` (None: `SMALL`) times as many, as its pages are smaller.
     """
     h2d_bytes_per_second = 1e9
     scale = (page_scale or SMALL) * SHEETS["rtx4090"].pcie * 1e9 / h2d_bytes_per_second
@@ -212,8 +231,9 @@ def simulated(page_scale: float | None = None) -> Hardware:
 
 
 def hardware(name: str, profiles: Mapping[str, Hardware] | None = None) -> Hardware:
-    """The device called ``name``, of ``profiles`` or a prior; ``sim:pages=FACTOR``: the simulated accelerator, counting in pages.
-    Raises InputError, with the most similar name, if there is none."""
+    """The device called ``name``, of ``profiles`` or a prior; ``sim:pages=FACTOR``: the simulated
+    accelerator, counting in pages. Raises InputError, with the most similar name, if there is
+    none."""
     if name.startswith(PAGES):
         return simulated(_page_scale(name))
     devices = {**(profiles or {}), **priors()}
@@ -230,13 +250,15 @@ def _page_scale(name: str) -> float:
     except ValueError:
         scale = 0.0
     if not 1e-6 <= scale <= 1:  # smaller pages than of 512 bytes are rounded up to these
-        raise InputError(f"hardware {name!r}: write a factor from 0.000001 to 1 behind {PAGES}, such as {PAGES}0.0005")
+        raise InputError(
+            f"hardware {name!r}: write a factor from 0.000001 to 1 behind {PAGES}, such as {PAGES}0.0005"
+        )
     return scale
 
 
 def found() -> Hardware | None:
-    """This machine's CUDA device: its own capacity, and the rates of the prior with the longest name that its name contains. None
-    without a device."""
+    """This machine's CUDA device: its own capacity, and the rates of the prior with the longest
+    name that its name contains. None without a device."""
     if sys.platform == "linux" and not any(Path(node).exists() for node in DEVICE_NODES):
         return None
 
@@ -258,29 +280,36 @@ def found() -> Hardware | None:
     )
 
 
-# What a desktop takes of the card that drives it: 0.5 GiB when idle, 1 GiB with a browser (docs/howto/fit-a-card.md has sources).
+# What a desktop takes of the card that drives it: 0.5 GiB when idle, 1 GiB with a browser
+# (docs/howto/fit-a-card.md has sources).
 DESKTOP_BYTES = (GIB, GIB // 2)
 NEARLY_ALL = 0.9  # of a card's memory, from which on a budget leaves too little for a desktop
 
 
 def free_beside_a_desktop(hardware: Hardware, budget_bytes: int) -> tuple[int, int] | None:
-    """The least and the most bytes that a consumer card usually has free where it drives a desktop, for a budget of nearly all of
-    its memory. None for a smaller budget, and where the card is no consumer's or was measured."""
+    """The least and the most bytes that a consumer card usually has free where it drives a desktop,
+    for a budget of nearly all of its memory. None for a smaller budget, and where the card is no
+    consumer's or was measured."""
     consumer = hardware.name in SHEETS and hardware.name.startswith("rtx")
-    if not consumer or hardware.basis != "prior" or budget_bytes < NEARLY_ALL * hardware.capacity_bytes:
+    if (
+        not consumer
+        or hardware.basis != "prior"
+        or budget_bytes < NEARLY_ALL * hardware.capacity_bytes
+    ):
         return None
     most, least = DESKTOP_BYTES
     return hardware.capacity_bytes - most, hardware.capacity_bytes - least
 
 
 def budget_of(free_bytes: int) -> int:
-    """The VRAM budget where none is given: what the card has free, less a twentieth for what other programs take later."""
+    """The VRAM budget where none is given: what the card has free, less a twentieth for what other
+    programs take later."""
     return int(0.95 * free_bytes)
 
 
 def free_bytes() -> int | None:
-    """Bytes that this machine's CUDA device has free, down to whole 256 MiB, so that the next plan is for as many; None without a
-    device."""
+    """Bytes that this machine's CUDA device has free, down to whole 256 MiB, so that the next plan
+    is for as many; None without a device."""
     if found() is None:
         return None
 

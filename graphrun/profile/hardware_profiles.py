@@ -1,6 +1,8 @@
-"""Hardware profiles of measured devices, stored as files in the cache folder; found by name, or for this machine's device.
+"""Hardware profiles of measured devices, stored as files in the cache folder; found by name, or for
+this machine's device.
 
-    <cache>/profiles/<name>.json     {"hardware": {...}, "device": name of the card it was measured on, "figures": {...}, ...}
+    <cache>/profiles/<name>.json     {"hardware": {...}, "device": name of the card it was measured
+    on, "figures": {...}, ...}
 
 A file that cannot be read as a profile is ignored. Measures nothing: see `calibrate`.
 """
@@ -31,7 +33,8 @@ def kept(cache: Path | None) -> dict[str, Hardware]:
 def keep(cache: Path, hardware: Hardware, device: str, record: Mapping[str, Any]) -> Path:
     """Write a profile that was measured on the card called ``device``, and return its path.
 
-    Raises InputError for a name that is taken or not valid as a file name, or if the file cannot be written.
+    Raises InputError for a name that is taken or not valid as a file name, or if the file cannot be
+    written.
     """
     refuse_taken(hardware.name)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", hardware.name):
@@ -55,19 +58,29 @@ def refuse_taken(name: str) -> None:
 
 
 def hardware(name: str, cache: Path | None) -> Hardware:
-    """The profile called ``name``, else the prior. Raises InputError, with the most similar name, if there is neither."""
+    """The profile called ``name``, else the prior. Raises InputError, with the most similar name,
+    if there is neither."""
     profiles_by_name = kept(cache)
-    return profiles_by_name[name] if name in profiles_by_name else devices.hardware(name, profiles_by_name)
+    return (
+        profiles_by_name[name]
+        if name in profiles_by_name
+        else devices.hardware(name, profiles_by_name)
+    )
 
 
 def found(cache: Path | None) -> Hardware | None:
-    """This machine's CUDA device: its most recent profile, else what `hardware.found` returns. None without a device."""
+    """This machine's CUDA device: its most recent profile, else what `hardware.found` returns. None
+    without a device."""
     card = devices.found()
     if card is None:
         return None
     for profile in _profiles(cache):
         measured: Hardware = profile["hardware"]
-        if profile["device"] == card.name and measured.device == "cuda" and measured.capacity_bytes == card.capacity_bytes:
+        if (
+            profile["device"] == card.name
+            and measured.device == "cuda"
+            and measured.capacity_bytes == card.capacity_bytes
+        ):
             return measured
     return card
 
@@ -78,7 +91,11 @@ def _profiles(cache: Path | None) -> list[dict[str, Any]]:
     for path in sorted((cache / "profiles").glob("*.json")) if cache is not None else []:
         try:
             data = read_json(path)
-            profile = {**data, "hardware": TypeAdapter(Hardware).validate_python(data["hardware"]), "device": str(data["device"])}
+            profile = {
+                **data,
+                "hardware": TypeAdapter(Hardware).validate_python(data["hardware"]),
+                "device": str(data["device"]),
+            }
             loaded.append((path.stat().st_mtime_ns, profile))
         except (InputError, OSError, TypeError, ValueError, KeyError):
             continue
@@ -86,8 +103,8 @@ def _profiles(cache: Path | None) -> list[dict[str, Any]]:
 
 
 def chosen(requested: str | Hardware | None, cache: Path | None) -> Hardware:
-    """The requested hardware: itself, or by name (a profile or a prior); for None the card of this machine, else the default
-    prior."""
+    """The requested hardware: itself, or by name (a profile or a prior); for None the card of this
+    machine, else the default prior."""
     if requested is None:
         return found(cache) or devices.hardware(devices.DEFAULT)
     return hardware(requested, cache) if isinstance(requested, str) else requested

@@ -21,8 +21,9 @@ UNLIMITED_BYTES = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A cgroup's memory limit. ``path``: the file it is from. ``version``: of cgroups. ``nbytes``: the limit. ``used_bytes``:
-    memory in use without inactive file cache, which the kernel reclaims first."""
+    """A cgroup's memory limit. ``path``: the file it is from. ``version``: of cgroups. ``nbytes``:
+    the limit. ``used_bytes``: memory in use without inactive file cache, which the kernel reclaims
+    first."""
 
     path: str
     version: int
@@ -36,10 +37,11 @@ class Limit:
 
 
 def memory_limits(root: Path = CGROUP_ROOT, own: Path = MEMBERSHIP) -> tuple[Limit, ...]:
-    """The memory limits of this process's cgroup and of all its parents, v2 and v1, the smallest first.
+    """The memory limits of this process's cgroup and of all its parents, v2 and v1, the smallest
+    first.
 
-    ``own``: the file that lists this process's groups as ``number:controllers:path``. A container may see its group's
-    files at ``root`` itself.
+    ``own``: the file that lists this process's groups as ``number:controllers:path``. A container
+    may see its group's files at ``root`` itself.
     """
     groups: dict[int, tuple[str, ...]] = {2: ("/",), 1: ("/",)}
     for line in _read(own).splitlines():
@@ -51,7 +53,13 @@ def memory_limits(root: Path = CGROUP_ROOT, own: Path = MEMBERSHIP) -> tuple[Lim
     found = []
     for number, folder, limit, used, inactive in (
         (2, root, "memory.max", "memory.current", "inactive_file"),
-        (1, root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        (
+            1,
+            root / "memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
     ):
         for group in groups[number]:
             path = folder / group.lstrip("/")
@@ -63,32 +71,42 @@ def memory_limits(root: Path = CGROUP_ROOT, own: Path = MEMBERSHIP) -> tuple[Lim
 
 
 def available_bytes(meminfo: Path = MEMINFO) -> int:
-    """Bytes that can be taken without swapping: the kernel's MemAvailable, or psutil's estimate where there is none.
+    """Bytes that can be taken without swapping: the kernel's MemAvailable, or psutil's estimate
+    where there is none.
 
-    MemTotal is not used: a virtual machine may start with less memory than it gets later, and other processes use a part of
-    it.
+    MemTotal is not used: a virtual machine may start with less memory than it gets later, and other
+    processes use a part of it.
     """
     return _number(_read(meminfo), "MemAvailable:") * 1024 or int(psutil.virtual_memory().available)
 
 
-def host_ram_bytes(root: Path = CGROUP_ROOT, own: Path = MEMBERSHIP, meminfo: Path = MEMINFO) -> int:
+def host_ram_bytes(
+    root: Path = CGROUP_ROOT, own: Path = MEMBERSHIP, meminfo: Path = MEMINFO
+) -> int:
     """The smaller of the machine's available memory and what this process's cgroups have left.
 
     Swap is not counted, and neither is what this process holds already.
     """
-    return min([available_bytes(meminfo), *(limit.left_bytes for limit in memory_limits(root, own))])
+    return min(
+        [available_bytes(meminfo), *(limit.left_bytes for limit in memory_limits(root, own))]
+    )
 
 
 def total_ram_bytes(root: Path = CGROUP_ROOT, own: Path = MEMBERSHIP) -> int:
     """The smaller of the machine's RAM and its cgroups' limits, including what is in use."""
-    return min([int(psutil.virtual_memory().total), *(limit.nbytes for limit in memory_limits(root, own))])
+    return min(
+        [int(psutil.virtual_memory().total), *(limit.nbytes for limit in memory_limits(root, own))]
+    )
 
 
-def ram_budget(ram: str | int, modules: Iterable[Any] = (), left_bytes: Callable[[], int] = host_ram_bytes) -> int:
+def ram_budget(
+    ram: str | int, modules: Iterable[Any] = (), left_bytes: Callable[[], int] = host_ram_bytes
+) -> int:
     """The host RAM budget in bytes for ``ram``: ``auto``, a size, or a share of ``auto``.
 
-    ``auto`` is the RAM left plus the weights of ``modules``, which are in memory already. The RAM left is rounded down by at
-    most 1/32, so that small changes of free memory give the same plans. Raises InputError for an invalid size.
+    ``auto`` is the RAM left plus the weights of ``modules``, which are in memory already. The RAM
+    left is rounded down by at most 1/32, so that small changes of free memory give the same plans.
+    Raises InputError for an invalid size.
     """
     left = left_bytes()
     step = 1 << max(0, left.bit_length() - 6)
@@ -98,13 +116,19 @@ def ram_budget(ram: str | int, modules: Iterable[Any] = (), left_bytes: Callable
 
 def taken_bytes(modules: Iterable[Any]) -> int:
     """Bytes of host RAM that the weights of ``modules`` take, each storage counted once."""
-    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers()) if tensor.device.type == "cpu"]
+    tensors = [
+        tensor
+        for module in modules
+        for tensor in (*module.parameters(), *module.buffers())
+        if tensor.device.type == "cpu"
+    ]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): int(storage.nbytes()) for storage in storages}.values())
 
 
 def _number(text: str, name: str = "") -> int:
-    """The first number in ``text``, or the one after ``name`` at the start of a line; 0 if there is none."""
+    """The first number in ``text``, or the one after ``name`` at the start of a line; 0 if there is
+    none."""
     rows = (line.split() for line in text.splitlines())
     found = (row[1:] if name else row for row in rows if row and (not name or row[0] == name))
     return next((int(row[0]) for row in found if row and row[0].isdigit()), 0)

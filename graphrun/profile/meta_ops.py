@@ -1,8 +1,9 @@
 """Runs operators on the meta device and caches results by the arguments' shapes.
 
-For most operators, torch's meta implementation is Python and takes ten times as long as a cache lookup. A result may be cached
-if it is new: the operator's schema writes to no argument and returns no view, the arguments are plain meta tensors and plain
-values, and the returned tensors have storages of their own, exactly as large as needed. Independent of what is recorded.
+For most operators, torch's meta implementation is Python and takes ten times as long as a cache
+lookup. A result may be cached if it is new: the operator's schema writes to no argument and returns
+no view, the arguments are plain meta tensors and plain values, and the returned tensors have
+storages of their own, exactly as large as needed. Independent of what is recorded.
 """
 
 from __future__ import annotations
@@ -19,7 +20,19 @@ META = torch.device("meta")
 # Enough for many models and sizes: FLUX's transformer at one size has about 60 entries.
 CACHE_SIZE = 16384
 
-_KEYABLE = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout})
+_KEYABLE = frozenset(
+    {
+        bool,
+        int,
+        float,
+        str,
+        type(None),
+        torch.dtype,
+        torch.device,
+        torch.memory_format,
+        torch.layout,
+    }
+)
 
 
 class _Uncacheable(Exception):
@@ -27,10 +40,14 @@ class _Uncacheable(Exception):
 
 
 def on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``func(*args, **kwargs)``: a result with the same shapes, strides, dtypes and storage sizes."""
+    """``func(*args, **kwargs)``: a result with the same shapes, strides, dtypes and storage
+    sizes."""
     if _returns_new_tensors(func):
         try:
-            key = tuple([_cache_key(arg) for arg in args]), tuple([(name, _cache_key(value)) for name, value in kwargs.items()])
+            key = (
+                tuple([_cache_key(arg) for arg in args]),
+                tuple([(name, _cache_key(value)) for name, value in kwargs.items()]),
+            )
         except _Uncacheable:
             return func(*args, **kwargs)
         if (found := _cached_result(func, key, torch.get_default_dtype())) is not None:
@@ -41,16 +58,20 @@ def on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 @cache
 def _returns_new_tensors(func: Any) -> bool:
-    """Whether ``func``, by its schema, takes tensors, writes to none, and returns tensors that are no views."""
+    """Whether ``func``, by its schema, takes tensors, writes to none, and returns tensors that are
+    no views."""
     schema = func._schema
     aliases = [one.alias_info for one in (*schema.arguments, *schema.returns)]
     takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
-    returns_tensors = bool(schema.returns) and all(str(one.type) in ("Tensor", "List[Tensor]") for one in schema.returns)
+    returns_tensors = bool(schema.returns) and all(
+        str(one.type) in ("Tensor", "List[Tensor]") for one in schema.returns
+    )
     return func.namespace == "aten" and takes_tensors and returns_tensors and not any(aliases)
 
 
 def _cache_key(value: Any) -> Any:
-    """Everything about an argument that a result on meta may depend on. Raises _Uncacheable if that is not known."""
+    """Everything about an argument that a result on meta may depend on. Raises _Uncacheable if that
+    is not known."""
     kind = type(value)
     if kind is torch.Tensor or kind is nn.Parameter:
         if not value.is_meta:
@@ -71,25 +92,44 @@ def _empty_argument(key: Any) -> Any:
 
 
 @lru_cache(CACHE_SIZE)
-def _cached_result(func: Any, key: Any, default_dtype: torch.dtype) -> tuple[type | None, list[Any]] | None:
-    """What ``func`` returns for arguments with this ``key``: the container type (None for a single tensor), and the layout of
-    each tensor.
+def _cached_result(
+    func: Any, key: Any, default_dtype: torch.dtype
+) -> tuple[type | None, list[Any]] | None:
+    """What ``func`` returns for arguments with this ``key``: the container type (None for a single
+    tensor), and the layout of each tensor.
 
-    None unless all tensors are new. ``default_dtype`` is part of the cache key: results of mixing with integers depend on it.
+    None unless all tensors are new. ``default_dtype`` is part of the cache key: results of mixing
+    with integers depend on it.
     """
-    args, kwargs = [_empty_argument(one) for one in key[0]], {name: _empty_argument(one) for name, one in key[1]}
+    args, kwargs = (
+        [_empty_argument(one) for one in key[0]],
+        {name: _empty_argument(one) for name, one in key[1]},
+    )
     out = func(*args, **kwargs)
     results = list(out) if isinstance(out, (list, tuple)) else [out]
-    if type(out) not in (torch.Tensor, list, tuple) or any(type(one) is not torch.Tensor or not one.is_meta for one in results):
+    if type(out) not in (torch.Tensor, list, tuple) or any(
+        type(one) is not torch.Tensor or not one.is_meta for one in results
+    ):
         return None
     layouts = [_layout(one) for one in results]
     own = all(
-        _empty(*of).untyped_storage().nbytes() == one.untyped_storage().nbytes() for of, one in zip(layouts, results, strict=True)
+        _empty(*of).untyped_storage().nbytes() == one.untyped_storage().nbytes()
+        for of, one in zip(layouts, results, strict=True)
     )
-    argument_storages = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+    argument_storages = {
+        one.untyped_storage()._cdata
+        for one in tree_leaves((args, kwargs))
+        if isinstance(one, torch.Tensor)
+    }
     result_storages = [one.untyped_storage()._cdata for one in results]
-    separate = len({*result_storages}) == len(results) and not argument_storages.intersection(result_storages)
-    return (None if isinstance(out, torch.Tensor) else type(out), layouts) if own and separate else None
+    separate = len({*result_storages}) == len(results) and not argument_storages.intersection(
+        result_storages
+    )
+    return (
+        (None if isinstance(out, torch.Tensor) else type(out), layouts)
+        if own and separate
+        else None
+    )
 
 
 def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:

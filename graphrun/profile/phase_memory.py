@@ -1,12 +1,13 @@
-"""Replays the recording of a dry run through a device's allocator and reads the memory of each phase.
+"""Replays the recording of a dry run through a device's allocator and reads the memory of each
+phase.
 
-    recording   enter te   enter te2       stage   enter dit x28            stage   enter vae   stage
-    phases      |encode/0  |encode/1               |denoise/0                       |decode/0
+    recording   enter te   enter te2       stage   enter dit x28            stage   enter vae
+    stage phases      |encode/0  |encode/1               |denoise/0                       |decode/0
                 |<-memory->|<------ memory ------->|<--- first | steady ----------->|<--------->
 
-A phase's memory covers everything from its first entry into a component to the next phase's first entry, including the
-pipeline's own code between two stages. The executor loads and evicts at these entries, so all of it must fit beside the
-phase's weights.
+A phase's memory covers everything from its first entry into a component to the next phase's first
+entry, including the pipeline's own code between two stages. The executor loads and evicts at these
+entries, so all of it must fit beside the phase's weights.
 """
 
 from __future__ import annotations
@@ -34,11 +35,15 @@ class PhaseMemory:
 
 
 def phase_memories_of(
-    recording: Recording, spans: Sequence[tuple[int, int]], hardware: Hardware, allocator: Callable[[], Allocator] = Counting
+    recording: Recording,
+    spans: Sequence[tuple[int, int]],
+    hardware: Hardware,
+    allocator: Callable[[], Allocator] = Counting,
 ) -> list[PhaseMemory]:
     """The memory of each phase, replayed through ``allocator``; by default in bytes of tensors.
 
-    ``spans``: half-open ranges of ``recording.entries()``, one for each phase (`problems.phase_spans`).
+    ``spans``: half-open ranges of ``recording.entries()``, one for each phase
+    (`problems.phase_spans`).
     """
     replay = _Replay(hardware, allocator(), recording.keeps)
     entries = recording.entries()
@@ -59,16 +64,22 @@ def phase_memories_of(
     return replay.phases[1:]
 
 
-def glue_of(recording: Recording, spans: Sequence[tuple[int, int]], hardware: Hardware) -> list[int]:
-    """For each phase, the peak of the device bytes allocated after its entry if every component computes elsewhere."""
-    items = [replace(item, events=[], spans=[]) if isinstance(item, Call) else item for item in recording.items]
+def glue_of(
+    recording: Recording, spans: Sequence[tuple[int, int]], hardware: Hardware
+) -> list[int]:
+    """For each phase, the peak of the device bytes allocated after its entry if every component
+    computes elsewhere."""
+    items = [
+        replace(item, events=[], spans=[]) if isinstance(item, Call) else item
+        for item in recording.items
+    ]
     phase_memories = phase_memories_of(Recording(items), spans, hardware)
     return [of.peak_bytes - of.entry_bytes for of in phase_memories]
 
 
 class _Replay:
-    """Feeds a recording to an allocator. Keys inside of calls get a running offset, which keeps them distinct from the
-    recording's own."""
+    """Feeds a recording to an allocator. Keys inside of calls get a running offset, which keeps
+    them distinct from the recording's own."""
 
     def __init__(self, hardware: Hardware, allocator: Allocator, keeps: bool) -> None:
         self.allocator = allocator
@@ -78,11 +89,14 @@ class _Replay:
         self.phases = [PhaseMemory()]  # the first is what lies before all phases
         self.steady = False
         self._live: set[int] = set()
-        self._kept: dict[tuple[int, int], int] = {}  # (id of a call of this phase, its key) -> the allocator's key
+        self._kept: dict[
+            tuple[int, int], int
+        ] = {}  # (id of a call of this phase, its key) -> the allocator's key
         self._offset = -1
 
     def begin_phase(self) -> None:
-        """Releases what components kept in the last phase, and empty pages. What is still live is the entry memory."""
+        """Releases what components kept in the last phase, and empty pages. What is still live is
+        the entry memory."""
         while self._kept and not self.keeps:
             self.allocator.release(self._kept.popitem()[1])
         self.allocator.trim()

@@ -21,10 +21,14 @@ class _Phase:
     steady: list[Item] = field(default_factory=list)
 
 
-def phase_traces_of(recording: Recording, spans: Sequence[tuple[int, int]], hardware: Hardware) -> list[PhaseTrace]:
-    """The trace of each phase. ``spans``: half-open ranges of ``recording.entries()``, one for each phase.
+def phase_traces_of(
+    recording: Recording, spans: Sequence[tuple[int, int]], hardware: Hardware
+) -> list[PhaseTrace]:
+    """The trace of each phase. ``spans``: half-open ranges of ``recording.entries()``, one for each
+    phase.
 
-    The first part ends where every component has been called and one is called again, as in `phase_memories_of`.
+    The first part ends where every component has been called and one is called again, as in
+    `phase_memories_of`.
     """
     entries = recording.entries()
     starts = {begin: {call.component for _, call in entries[begin:end]} for begin, end in spans}
@@ -47,27 +51,36 @@ def phase_traces_of(recording: Recording, spans: Sequence[tuple[int, int]], hard
                 phase.calls.append(_call(item, hardware))
             part.append((phase.kinds[id(item)], CALL))
             position += 1
-    traces = [PhaseTrace(tuple(of.calls), tuple(of.first), tuple(of.steady), tuple(of.prelude)) for of in phases]
+    traces = [
+        PhaseTrace(tuple(of.calls), tuple(of.first), tuple(of.steady), tuple(of.prelude))
+        for of in phases
+    ]
     return traces if position else []
 
 
 def _call(call: Call, hardware: Hardware) -> CallTrace:
-    """``call`` as it allocates on ``hardware``: kernel scratch is a tensor that is released at once, or absent."""
+    """``call`` as it allocates on ``hardware``: kernel scratch is a tensor that is released at
+    once, or absent."""
     events: list[Item] = []
     for number, (key, nbytes, scratch, spared_bytes) in enumerate(call.events, start=1):
         if not scratch:
             events.append((key, nbytes))
         elif hardware.convolution_scratch:
-            events += [(-number, nbytes - spared_bytes * hardware.spares_large_copies), (-number, 0)]
+            events += [
+                (-number, nbytes - spared_bytes * hardware.spares_large_copies),
+                (-number, 0),
+            ]
     results = tuple(key for key in call.results if key not in call.kept)
     return CallTrace(call.component, tuple(events), tuple(call.kept), results)
 
 
 def traces_of_option(traces: Sequence[PhaseTrace], names: Mapping[int, int]) -> list[PhaseTrace]:
-    """The traces of a stage's phases from the dry run with a stage option, to stand among those of the dry run without it.
+    """The traces of a stage's phases from the dry run with a stage option, to stand among those of
+    the dry run without it.
 
-    ``names``: key of a storage of the stage's values -> its key in the dry run without the option. Up to the stage, both have equal
-    keys. Everything else that the stage allocates gets keys of its own, and is released at its end.
+    ``names``: key of a storage of the stage's values -> its key in the dry run without the option.
+    Up to the stage, both have equal keys. Everything else that the stage allocates gets keys of its
+    own, and is released at its end.
     """
     own: dict[int, int] = {}
     renamed = []
@@ -75,9 +88,17 @@ def traces_of_option(traces: Sequence[PhaseTrace], names: Mapping[int, int]) -> 
         parts = []
         for items in (trace.prelude, trace.first, trace.steady):
             own |= {key: names.get(key, -1 - key) for key, nbytes in items if nbytes > 0}
-            parts.append(tuple((own.get(key, key) if nbytes != CALL else key, nbytes) for key, nbytes in items))
+            parts.append(
+                tuple(
+                    (own.get(key, key) if nbytes != CALL else key, nbytes) for key, nbytes in items
+                )
+            )
         renamed.append(replace(trace, prelude=parts[0], first=parts[1], steady=parts[2]))
     last = renamed[-1]
     left = tuple((key, 0) for key in sorted(own.values()) if key < 0)
-    renamed[-1] = replace(last, steady=last.steady + left) if last.steady else replace(last, first=last.first + left)
+    renamed[-1] = (
+        replace(last, steady=last.steady + left)
+        if last.steady
+        else replace(last, first=last.first + left)
+    )
     return renamed

@@ -1,10 +1,12 @@
-"""What holding a component in a precision implies: what can be done with it, and what its calls take beyond the traced ones.
+"""What holding a component in a precision implies: what can be done with it, and what its calls
+take beyond the traced ones.
 
-    flags              whether it can move, be streamed, or be on disk, by backend and version, with the reason
-    requantized        a traced call with the allocations of quantized layers inserted where they happen
-    quantizing_bytes   host bytes while layers are quantized
+    flags              whether it can move, be streamed, or be on disk, by backend and version, with
+    the reason requantized        a traced call with the allocations of quantized layers inserted
+    where they happen quantizing_bytes   host bytes while layers are quantized
 
-Pure: plain values in and out, no quantization library imported. For the bytes of weights see `graphrun.profile.quantized`.
+Pure: plain values in and out, no quantization library imported. For the bytes of weights see
+`graphrun.profile.quantized`.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from graphrun.modules.precisions import QUANTIZED
 from graphrun.profile.corrections import int8_scratch
 from graphrun.profile.recording import Call, Event, Product
 
-# (package, first version): what a precision needs to be available, and for its modules to move between devices. Sources:
-# bitsandbytes' release notes 0.43.2 (4-bit modules move between devices) and 0.48 (8-bit ones do), with accelerate 1.13 and
-# transformers 4.58 for modules that these two dispatched; fp8 storage: PyTorch 2.1 has the dtype, diffusers 0.33
-# `apply_layerwise_casting`; diffusers' GGUF quantizer requires gguf 0.10.
+# (package, first version): what a precision needs to be available, and for its modules to move
+# between devices. Sources: bitsandbytes' release notes 0.43.2 (4-bit modules move between devices)
+# and 0.48 (8-bit ones do), with accelerate 1.13 and transformers 4.58 for modules that these two
+# dispatched; fp8 storage: PyTorch 2.1 has the dtype, diffusers 0.33 `apply_layerwise_casting`;
+# diffusers' GGUF quantizer requires gguf 0.10.
 NEEDS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "fp8": (("torch", "2.1"), ("diffusers", "0.33")),
     "gguf": (("gguf", "0.10"), ("diffusers", "0.33")),
@@ -33,12 +36,14 @@ MOVES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "nf4": (("bitsandbytes", "0.43.2"),),
 }
 
-# Peak bytes per element on the CPU, result included, while bitsandbytes 0.50 quantizes a 16-bit weight, measured with PyTorch's
-# profiler (nf4: fp32 copies of the weight and of its blocks, 32-bit indices).
+# Peak bytes per element on the CPU, result included, while bitsandbytes 0.50 quantizes a 16-bit
+# weight, measured with PyTorch's profiler (nf4: fp32 copies of the weight and of its blocks, 32-bit
+# indices).
 QUANTIZING_BYTES: Mapping[str, float] = {"int8": 10 + 1 / 64, "nf4": 14 + 1 / 8, "fp8": 1}
 
-# Precisions that are streamed by blocks and never by layers. A 4-bit weight is a tensor with separate statistics, which code
-# that moves single tensors leaves behind (accelerate's `cpu_offload`: "Cannot copy out of meta tensor").
+# Precisions that are streamed by blocks and never by layers. A 4-bit weight is a tensor with
+# separate statistics, which code that moves single tensors leaves behind (accelerate's
+# `cpu_offload`: "Cannot copy out of meta tensor").
 BLOCK_GRANULARITY_ONLY = frozenset({"nf4"})
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -49,11 +54,12 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """What can be done with a component in a precision, and the ``reason`` if something cannot (else empty).
+    """What can be done with a component in a precision, and the ``reason`` if something cannot
+    (else empty).
 
-    ``available``: the required packages are installed. ``movable``: it can leave the device and come back. ``streamable``:
-    block by block. ``leaf_streamable``: layer by layer. ``disk_able``: its backing store can be on disk, so that it is read
-    again for every copy.
+    ``available``: the required packages are installed. ``movable``: it can leave the device and
+    come back. ``streamable``: block by block. ``leaf_streamable``: layer by layer. ``disk_able``:
+    its backing store can be on disk, so that it is read again for every copy.
     """
 
     available: bool = False
@@ -67,26 +73,43 @@ class Flags:
 def flags(precision: str, versions: Mapping[str, str | None]) -> Flags:
     """The flags of ``precision`` with these versions of packages (None or absent: not installed).
 
-    Components that are quantized while they are read cannot be on disk: they would be quantized again for every copy.
+    Components that are quantized while they are read cannot be on disk: they would be quantized
+    again for every copy.
     """
     if missing := _missing(NEEDS.get(precision, ()), versions):
         return Flags(reason=f"{precision} needs {missing}")
     if precision not in MOVES:
         return Flags(True, True, True, True, True)
     if missing := _missing(MOVES[precision], versions):
-        return Flags(True, reason=f"{precision} modules stay on the device where they are made; to move they need {missing}")
+        return Flags(
+            True,
+            reason=f"{precision} modules stay on the device where they are made; to move they need {missing}",
+        )
     layer_streamable = precision not in BLOCK_GRANULARITY_ONLY
     more = "" if layer_streamable else ", and stream by whole blocks only"
-    return Flags(True, True, True, layer_streamable, False, f"{precision} layers are not quantized again from disk{more}")
+    return Flags(
+        True,
+        True,
+        True,
+        layer_streamable,
+        False,
+        f"{precision} layers are not quantized again from disk{more}",
+    )
 
 
 def _missing(needs: tuple[tuple[str, str], ...], versions: Mapping[str, str | None]) -> str:
-    """The packages of ``needs`` that are missing or too old, with the first sufficient version, as text."""
-    return ", ".join(f"{package} {first}" for package, first in needs if not new_enough(versions.get(package), first))
+    """The packages of ``needs`` that are missing or too old, with the first sufficient version, as
+    text."""
+    return ", ".join(
+        f"{package} {first}"
+        for package, first in needs
+        if not new_enough(versions.get(package), first)
+    )
 
 
 def new_enough(installed: str | None, first: str) -> bool:
-    """Whether version ``installed`` is at least ``first``; False for None, and for text that is no version."""
+    """Whether version ``installed`` is at least ``first``; False for None, and for text that is no
+    version."""
     try:
         return installed is not None and Version(installed) >= Version(first)
     except InvalidVersion:
@@ -100,15 +123,18 @@ def requantized(
     dtype: str = "bfloat16",
     widened: Mapping[str, tuple[int, int]] | None = None,
 ) -> Call:
-    """``call`` with the weights that ``shapes`` names ([outputs inputs] each) in ``precision``, computing in ``dtype``.
+    """``call`` with the weights that ``shapes`` names ([outputs inputs] each) in ``precision``,
+    computing in ``dtype``.
 
     The scratch of a quantized layer is allocated at its matrix product:
 
-        nf4     | weight in 16 bit ............. |          int8   | input in fp16, ... | input in int8, int32, fp16 |
+        nf4     | weight in 16 bit ............. |          int8   | input in fp16, ... | input in
+        int8, int32, fp16 |
                          | product                                                      | product
 
-    nf4 needs no weight in 16 bit for one token (`gemm_4bit`'s own kernel); fp8 and gguf always do, and gguf before that also
-    the scratch in ``widened``. The sizes of products come from the trace. The result has no products and no spans.
+    nf4 needs no weight in 16 bit for one token (`gemm_4bit`'s own kernel); fp8 and gguf always do,
+    and gguf before that also the scratch in ``widened``. The sizes of products come from the trace.
+    The result has no products and no spans.
     """
     if precision == "gguf":
         shapes = {name: shape for name, shape in shapes.items() if name in (widened or {})}
@@ -118,7 +144,11 @@ def requantized(
     events: list[Event] = []
     key = max(event.key for event in call.events)
     for number, event in enumerate(call.events):
-        before, during = _scratch(by_event[number], shapes, precision, dtype, widened or {}) if number in by_event else (0, 0)
+        before, during = (
+            _scratch(by_event[number], shapes, precision, dtype, widened or {})
+            if number in by_event
+            else (0, 0)
+        )
         if before:
             events += [Event(key + 1, before), Event(key + 1, 0)]
         events += [Event(key + 2, during), event, Event(key + 2, 0)] if during else [event]
@@ -127,26 +157,40 @@ def requantized(
 
 
 def _scratch(
-    product: Product, shapes: Mapping[str, Shape], precision: str, dtype: str, widened: Mapping[str, tuple[int, int]]
+    product: Product,
+    shapes: Mapping[str, Shape],
+    precision: str,
+    dtype: str,
+    widened: Mapping[str, tuple[int, int]],
 ) -> tuple[int, int]:
     """(bytes allocated before the result of ``product`` and released, bytes beside the result)."""
     outputs, inputs = shapes[product.name]
     if precision == "int8":
         return int8_scratch(product.rows, inputs, outputs, half=dtype == "float16")
     before = widened[product.name][0] if precision == "gguf" else 0
-    return before, outputs * inputs * ELEMENT_BYTES[dtype] if product.rows > 1 or precision != "nf4" else 0
+    return before, outputs * inputs * ELEMENT_BYTES[
+        dtype
+    ] if product.rows > 1 or precision != "nf4" else 0
 
 
 def dequantization_seconds(nbytes: int, bytes_per_second: float) -> float:
-    """Seconds to dequantize weights that then have ``nbytes``, with a memory bandwidth of ``bytes_per_second``: written once, and
-    read once."""
+    """Seconds to dequantize weights that then have ``nbytes``, with a memory bandwidth of
+    ``bytes_per_second``: written once, and read once."""
     return 2 * nbytes / bytes_per_second
 
 
 def quantizing_bytes(shapes: Collection[Shape], precision: str, source_bytes: int = 2) -> int:
     """Peak host bytes while layers are quantized one after another on the CPU.
 
-    The largest of: a layer's weight as read (``source_bytes`` per element), the copies that bitsandbytes makes, and the
-    layer's result.
+    The largest of: a layer's weight as read (``source_bytes`` per element), the copies that
+    bitsandbytes makes, and the layer's result.
     """
-    return int(max((outputs * inputs * (source_bytes + QUANTIZING_BYTES[precision]) for outputs, inputs in shapes), default=0))
+    return int(
+        max(
+            (
+                outputs * inputs * (source_bytes + QUANTIZING_BYTES[precision])
+                for outputs, inputs in shapes
+            ),
+            default=0,
+        )
+    )

@@ -1,4 +1,5 @@
-"""Turns a dry run into a `Problem` for one device: phases, activations, blocks, values and seconds, each with its basis."""
+"""Turns a dry run into a `Problem` for one device: phases, activations, blocks, values and seconds,
+each with its basis."""
 
 from __future__ import annotations
 
@@ -42,8 +43,9 @@ ALTERNATIONS = 3  # components that alternate at least this many times are one p
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a problem depends on besides graph, inputs and hardware: budgets in bytes (None: no limit), the number of runs in a
-    session, the output changes that are allowed, and further devices."""
+    """What a problem depends on besides graph, inputs and hardware: budgets in bytes (None: no
+    limit), the number of runs in a session, the output changes that are allowed, and further
+    devices."""
 
     budget_bytes: int
     ram_bytes: int
@@ -55,7 +57,8 @@ class Limits:
 
     @property
     def backing_stores(self) -> tuple[str, ...]:
-        """The backing stores worth considering: pageable memory only where page-locked memory is limited."""
+        """The backing stores worth considering: pageable memory only where page-locked memory is
+        limited."""
         return ("pinned", "disk") if self.pinned_bytes is None else ("pinned", "pageable", "disk")
 
 
@@ -67,10 +70,11 @@ def problem_of(
     inputs: Mapping[str, Any],
     stage_options: Iterable[tuple[str, str, DryRun]] = (),
 ) -> Problem:
-    """The problem of running ``graph``, as recorded in ``probed``, on ``hardware`` within ``limits``.
+    """The problem of running ``graph``, as recorded in ``probed``, on ``hardware`` within
+    ``limits``.
 
-    ``stage_options``: (stage, option, dry run with it) for each stage option that a plan may choose. Raises InputError for
-    directives that cannot be obeyed.
+    ``stage_options``: (stage, option, dry run with it) for each stage option that a plan may
+    choose. Raises InputError for directives that cannot be obeyed.
     """
     components = _components(graph, probed, hardware, limits)
     phases, values = _phases(graph, probed, components, hardware, limits.allow)
@@ -80,9 +84,13 @@ def problem_of(
         if [replace(of, trace=PhaseTrace()) for of in own] != [
             replace(of, trace=PhaseTrace()) for of in phases if of.stage == stage
         ]:
-            options.append(StageOption(stage, name, own, graph.stage(stage).operation.options[name]))
+            options.append(
+                StageOption(stage, name, own, graph.stage(stage).operation.options[name])
+            )
     used = {use.component for phase in phases for use in phase.uses}
-    splittable = splittable_components((*phases, *(phase for option in options for phase in option.phases)))
+    splittable = splittable_components(
+        (*phases, *(phase for option in options for phase in option.phases))
+    )
     problem = Problem(
         graph=graph.name,
         graph_digest=graph.digest,
@@ -90,7 +98,11 @@ def problem_of(
         hardware=hardware,
         budget_bytes=limits.budget_bytes,
         ram_bytes=limits.ram_bytes,
-        components=tuple(of if name in splittable else replace(of, layers=None) for name, of in components.items() if name in used),
+        components=tuple(
+            of if name in splittable else replace(of, layers=None)
+            for name, of in components.items()
+            if name in used
+        ),
         phases=phases,
         values=values,
         versions=tuple((name, version(name)) for name in ("torch", "diffusers", "transformers")),
@@ -106,39 +118,72 @@ def problem_of(
     )
     placements: tuple[Placement, ...] = ("keep", "exclude", "pin")
     return directed(
-        problem, [Directive(placement, name) for placement in placements for name in getattr(graph.directives, placement)]
+        problem,
+        [
+            Directive(placement, name)
+            for placement in placements
+            for name in getattr(graph.directives, placement)
+        ],
     )
 
 
-def _components(graph: Graph, probed: DryRun, hardware: Hardware, limits: Limits) -> dict[str, ComponentNumbers]:
+def _components(
+    graph: Graph, probed: DryRun, hardware: Hardware, limits: Limits
+) -> dict[str, ComponentNumbers]:
     calls: dict[str, list[Call]] = defaultdict(list)
     for call in {id(call): call for _, call in probed.recording.entries()}.values():
         calls[call.component].append(call)
 
     def numbers(name: str, profile: ComponentProfile, granularity: Granularity) -> ComponentNumbers:
         variants = variants_of(
-            graph.components[name], profile, calls[name], hardware, limits.backing_stores, limits.allow, granularity, limits.helpers
+            graph.components[name],
+            profile,
+            calls[name],
+            hardware,
+            limits.backing_stores,
+            limits.allow,
+            granularity,
+            limits.helpers,
         )
         compiled = graph.components[name].is_compiled(limits.allow)
         if compiled and not any(group.streamable for group in profile.groups):
             what = "has no repeated blocks, and a component is not compiled as a whole, since its weights are placed block by block"
-            raise InputError(f"components.{name}.compile: {name} {what}: leave it out", graph.components[name].where)
+            raise InputError(
+                f"components.{name}.compile: {name} {what}: leave it out",
+                graph.components[name].where,
+            )
         split = None if compiled else profile.layer_split
         layers = numbers(name, split, "layers") if split is not None else None
         layers = layers if layers is not None and layers.streamable else None
-        return ComponentNumbers(name, profile.parameters, profile.groups, variants, granularity=granularity, layers=layers)
+        return ComponentNumbers(
+            name,
+            profile.parameters,
+            profile.groups,
+            variants,
+            granularity=granularity,
+            layers=layers,
+        )
 
     return {name: numbers(name, profile, "blocks") for name, profile in probed.profiles.items()}
 
 
 def option_phases_of(graph: Graph, allow: Collection[str]) -> tuple[tuple[str, str], ...]:
-    """(stage, option) for each stage option that ``graph`` lists and that does not change the output or is in ``allow``."""
-    listed = [(stage.name, name, stage.operation.options[name]) for stage in graph.stages for name in stage.options]
+    """(stage, option) for each stage option that ``graph`` lists and that does not change the
+    output or is in ``allow``."""
+    listed = [
+        (stage.name, name, stage.operation.options[name])
+        for stage in graph.stages
+        for name in stage.options
+    ]
     return tuple((stage, name) for stage, name, needs in listed if not needs or needs in allow)
 
 
 def _phases(
-    graph: Graph, probed: DryRun, components: Mapping[str, ComponentNumbers], hardware: Hardware, allow: Collection[str]
+    graph: Graph,
+    probed: DryRun,
+    components: Mapping[str, ComponentNumbers],
+    hardware: Hardware,
+    allow: Collection[str],
 ) -> tuple[tuple[PhaseNumbers, ...], tuple[ValueNumbers, ...]]:
     entries = probed.recording.entries()
     spans = phase_spans(entries)
@@ -146,22 +191,38 @@ def _phases(
     values = _values(graph, probed.recording, stages)
     memories = phase_memories_of(probed.recording, spans, hardware)
     of = components.items()
-    elsewhere = {name for name, component in of if any(variant.device != "device" for variant in component.variants)}
-    on_helpers = {name for name, component in of if any(variant.helper for variant in component.variants)}
+    elsewhere = {
+        name
+        for name, component in of
+        if any(variant.device != "device" for variant in component.variants)
+    }
+    on_helpers = {
+        name for name, component in of if any(variant.helper for variant in component.variants)
+    }
     compiled = {name for name in components if graph.components[name].is_compiled(allow)}
     glue = glue_of(probed.recording, spans, hardware) if elsewhere else [0] * len(spans)
     traces = phase_traces_of(probed.recording, spans, hardware)
     phases = []
-    for number, (stage, (begin, end), memory) in enumerate(zip(stages, spans, memories, strict=True)):
+    for number, (stage, (begin, end), memory) in enumerate(
+        zip(stages, spans, memories, strict=True)
+    ):
         calls: dict[str, list[Call]] = defaultdict(list)
         for _, call in entries[begin:end]:
             calls[call.component].append(call)
-        value_bytes = sum(value.nbytes for value in values if value.first_phase <= number <= value.last_phase)
+        value_bytes = sum(
+            value.nbytes for value in values if value.first_phase <= number <= value.last_phase
+        )
         phase = PhaseNumbers(
             stage=stage,
             index=stages[:number].count(stage),
             uses=tuple(
-                use_of(components[name], made, hardware, crossing=name in on_helpers, compiled=name in compiled)
+                use_of(
+                    components[name],
+                    made,
+                    hardware,
+                    crossing=name in on_helpers,
+                    compiled=name in compiled,
+                )
                 for name, made in calls.items()
             ),
             live_in_bytes=max(0, memory.entry_bytes - value_bytes),
@@ -183,31 +244,45 @@ def _option_phases(
     values: Sequence[ValueNumbers],
     allow: Collection[str],
 ) -> tuple[PhaseNumbers, ...]:
-    """The phases of ``stage`` in a dry run with one of its options. ``values``: those of the dry run without it."""
+    """The phases of ``stage`` in a dry run with one of its options. ``values``: those of the dry
+    run without it."""
     phases, made = _phases(graph, option_run, components, hardware, allow)
     own = [phase for phase in phases if phase.stage == stage]
     storages = {value.name: value.storages for value in values}
-    keys = [zip(value.storages, storages.get(value.name, ()), strict=False) for value in made if value.producer == stage]
+    keys = [
+        zip(value.storages, storages.get(value.name, ()), strict=False)
+        for value in made
+        if value.producer == stage
+    ]
     traces = traces_of_option([phase.trace for phase in own], dict(chain.from_iterable(keys)))
     return tuple(replace(phase, trace=trace) for phase, trace in zip(own, traces, strict=True))
 
 
 def precedence_of(graph: Graph) -> tuple[tuple[str, str], ...] | None:
-    """Pairs of stages of which the first must run before the second; None if only one order of the stages is possible."""
-    pairs = tuple((producer, stage.name) for stage in graph.stages for producer in graph.producers(stage.name))
+    """Pairs of stages of which the first must run before the second; None if only one order of the
+    stages is possible."""
+    pairs = tuple(
+        (producer, stage.name) for stage in graph.stages for producer in graph.producers(stage.name)
+    )
     names = [stage.name for stage in graph.stages]
     return None if all(pair in pairs for pair in pairwise(names)) else pairs
 
 
 def phase_spans(entries: Sequence[tuple[str, Call]]) -> list[tuple[int, int]]:
-    """Half-open ranges of ``entries``, one for each phase: consecutive calls of one component, or a loop that alternates
-    several."""
+    """Half-open ranges of ``entries``, one for each phase: consecutive calls of one component, or a
+    loop that alternates several."""
     names = [(stage, call.component) for stage, call in entries]
     spans: list[tuple[int, int]] = []
     begin = 0
     while begin < len(names):
-        lengths = {period: _run_length(names, begin, period) for period in range(1, LONGEST_PATTERN + 1)}
-        end = begin + max(length for period, length in lengths.items() if period == 1 or length >= ALTERNATIONS * period)
+        lengths = {
+            period: _run_length(names, begin, period) for period in range(1, LONGEST_PATTERN + 1)
+        }
+        end = begin + max(
+            length
+            for period, length in lengths.items()
+            if period == 1 or length >= ALTERNATIONS * period
+        )
         spans.append((begin, end))
         begin = end
     return spans
@@ -216,25 +291,41 @@ def phase_spans(entries: Sequence[tuple[str, Call]]) -> list[tuple[int, int]]:
 def _run_length(names: Sequence[Any], begin: int, period: int) -> int:
     """How many entries, from ``begin`` on and within one stage, repeat their first ``period``."""
     end = begin + period
-    while end < len(names) and names[end] == names[end - period] and names[end][0] == names[begin][0]:
+    while (
+        end < len(names) and names[end] == names[end - period] and names[end][0] == names[begin][0]
+    ):
         end += 1
     return min(end, len(names)) - begin
 
 
 def _values(graph: Graph, recording: Recording, stages: Sequence[str]) -> tuple[ValueNumbers, ...]:
     """The values that later stages consume. ``stages``: the stage of each phase."""
-    sizes = {item.key: round_up(item.nbytes, ROUND_BYTES) for item in recording.items if isinstance(item, Event) and item.nbytes}
+    sizes = {
+        item.key: round_up(item.nbytes, ROUND_BYTES)
+        for item in recording.items
+        if isinstance(item, Event) and item.nbytes
+    }
     order = {stage.name: number for number, stage in enumerate(graph.stages)}
     found = []
     for name, keys in recording.values.items():
         producer, output = name.split(".", 1)
         wanted = Reference("stage", producer, output)
         consumers = tuple(stage.name for stage in graph.stages if wanted in read_by(stage))
-        phases = [n for n, stage in enumerate(stages) if consumers and order[producer] < order[stage] <= order[consumers[-1]]]
+        phases = [
+            n
+            for n, stage in enumerate(stages)
+            if consumers and order[producer] < order[stage] <= order[consumers[-1]]
+        ]
         if phases and keys:
             found.append(
                 ValueNumbers(
-                    name, sum(sizes[key] for key in keys), producer, consumers, phases[0], phases[-1], storages=tuple(sorted(keys))
+                    name,
+                    sum(sizes[key] for key in keys),
+                    producer,
+                    consumers,
+                    phases[0],
+                    phases[-1],
+                    storages=tuple(sorted(keys)),
                 )
             )
     return tuple(found)

@@ -1,15 +1,18 @@
-"""Bytes of a component's weights in each precision that a graph may allow, layer by layer, without quantizing anything.
+"""Bytes of a component's weights in each precision that a graph may allow, layer by layer, without
+quantizing anything.
 
-The formulas are those of bitsandbytes 0.50, checked byte for byte against its layers quantized on a CPU:
+The formulas are those of bitsandbytes 0.50, checked byte for byte against its layers quantized on a
+CPU:
 
     int8   one byte per element; one fp32 scale per output feature
     nf4    half a byte per element; one fp32 maximum per 64 elements; the 16 values of the code
     fp8    one byte per element, no statistics
 
-For files that are quantized already (GGUF, fp8 with scales) there is no formula: the layers are created on meta, and their
-bytes are summed.
+For files that are quantized already (GGUF, fp8 with scales) there is no formula: the layers are
+created on meta, and their bytes are summed.
 
-Which layers are quantized is decided by `graphrun.modules.quantize`: linear layers only. Biases stay as they are.
+Which layers are quantized is decided by `graphrun.modules.quantize`: linear layers only. Biases
+stay as they are.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ CODE_BYTES = 16 * 4
 
 
 def layer_tensors(outputs: int, inputs: int, precision: str) -> tuple[int, ...]:
-    """Bytes of each tensor that holds a linear layer's weight [outputs inputs] in fp8, int8 or nf4: elements, then statistics.
+    """Bytes of each tensor that holds a linear layer's weight [outputs inputs] in fp8, int8 or nf4:
+    elements, then statistics.
 
     ValueError for other precisions.
     """
@@ -49,11 +53,14 @@ def layer_tensors(outputs: int, inputs: int, precision: str) -> tuple[int, ...]:
     raise ValueError(f"{precision} is not a precision of quantized layers")
 
 
-def weights_by_precision(module: nn.Module, dtype: str, *, allocated: bool = False) -> dict[str, int]:
-    """Bytes of ``module``'s distinct tensors in each of `PRECISIONS`; ``dtype`` is the one the module was created in.
+def weights_by_precision(
+    module: nn.Module, dtype: str, *, allocated: bool = False
+) -> dict[str, int]:
+    """Bytes of ``module``'s distinct tensors in each of `PRECISIONS`; ``dtype`` is the one the
+    module was created in.
 
-    Tensors of another dtype stay as they are in every precision: T5's ``wo`` in fp32, integer buffers, position tables.
-    ``allocated``: round each tensor up to the size of its allocation.
+    Tensors of another dtype stay as they are in every precision: T5's ``wo`` in fp32, integer
+    buffers, position tables. ``allocated``: round each tensor up to the size of its allocation.
     """
     step = ROUND_BYTES if allocated else 1
     return {
@@ -63,7 +70,8 @@ def weights_by_precision(module: nn.Module, dtype: str, *, allocated: bool = Fal
 
 
 def _tensor_bytes(module: nn.Module, dtype: str) -> dict[str, dict[int, tuple[int, ...]]]:
-    """In each of `PRECISIONS`, for each distinct tensor of ``module``, by its `id`, the bytes of each tensor that holds it."""
+    """In each of `PRECISIONS`, for each distinct tensor of ``module``, by its `id`, the bytes of
+    each tensor that holds it."""
     own: torch.dtype = getattr(torch, dtype)
     layers = {id(layer.weight): layer for layer in quantizable_layers(module, own).values()}
     found: dict[str, dict[int, tuple[int, ...]]] = {}
@@ -82,11 +90,15 @@ def _tensor_bytes(module: nn.Module, dtype: str) -> dict[str, dict[int, tuple[in
 def block_bytes_by_precision(
     module: nn.Module, groups: Sequence[BlockGroup], dtype: str, *, by_layer: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """In each of `PRECISIONS`, for each group, the bytes of its largest block in the layout of `graphrun.modules.blocks`.
+    """In each of `PRECISIONS`, for each group, the bytes of its largest block in the layout of
+    `graphrun.modules.blocks`.
 
-    Every tensor, including statistics, is at a multiple of `ALIGNMENT`; the block is rounded up to the size of its allocation.
+    Every tensor, including statistics, is at a multiple of `ALIGNMENT`; the block is rounded up to
+    the size of its allocation.
     """
-    layouts = lay_out(module, [path for group in groups for path in group.blocks], split_layers=by_layer)
+    layouts = lay_out(
+        module, [path for group in groups for path in group.blocks], split_layers=by_layer
+    )
 
     def nbytes(path: str, held: Mapping[int, tuple[int, ...]]) -> int:
         sizes = (nbytes for entry in layouts[path].entries for nbytes in held[id(entry.tensor)])
@@ -98,23 +110,34 @@ def block_bytes_by_precision(
     }
 
 
-def laid_out_bytes(module: nn.Module, groups: Sequence[BlockGroup], *, by_layer: bool = False) -> tuple[int, ...]:
+def laid_out_bytes(
+    module: nn.Module, groups: Sequence[BlockGroup], *, by_layer: bool = False
+) -> tuple[int, ...]:
     """For each group, the bytes of its largest block of ``module`` as it is."""
-    layouts = lay_out(module, [path for group in groups for path in group.blocks], split_layers=by_layer)
-    return tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in group.blocks) for group in groups)
+    layouts = lay_out(
+        module, [path for group in groups for path in group.blocks], split_layers=by_layer
+    )
+    return tuple(
+        max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in group.blocks)
+        for group in groups
+    )
 
 
-def widened(kinds: Mapping[str, tuple[str, int, tuple[int, int]]], dtype: str) -> dict[str, tuple[int, int]]:
-    """By name, what dequantizing GGUF weights takes: (peak bytes before the weight exists in ``dtype``, bytes written, the
-    result included).
+def widened(
+    kinds: Mapping[str, tuple[str, int, tuple[int, int]]], dtype: str
+) -> dict[str, tuple[int, int]]:
+    """By name, what dequantizing GGUF weights takes: (peak bytes before the weight exists in
+    ``dtype``, bytes written, the result included).
 
-    ``kinds``: (GGUF type, bytes of a row, (outputs, inputs)) of each weight. Traced on meta from diffusers' own functions,
-    which make half a dozen tensors of the weight's size.
+    ``kinds``: (GGUF type, bytes of a row, (outputs, inputs)) of each weight. Traced on meta from
+    diffusers' own functions, which make half a dozen tensors of the weight's size.
     """
     by_shape: dict[tuple[str, int, tuple[int, int]], tuple[int, int]] = {}
     own: torch.dtype = getattr(torch, dtype)
     for kind, row_bytes, (outputs, inputs) in set(kinds.values()):
-        layer = gguf_linear(nn.Linear(inputs, outputs, bias=False, device="meta"), own, kind, row_bytes)
+        layer = gguf_linear(
+            nn.Linear(inputs, outputs, bias=False, device="meta"), own, kind, row_bytes
+        )
         recorder = Recorder(layer, ())
         with _disable_current_modes(), torch.no_grad(), recorder:
             layer(torch.empty(1, inputs, dtype=own, device="meta"))
@@ -127,4 +150,6 @@ def widened(kinds: Mapping[str, tuple[str, int, tuple[int, int]]], dtype: str) -
 def quantized_shapes(module: nn.Module, dtype: str) -> dict[str, tuple[int, int]]:
     """The weights of ``module`` that int8, nf4 and fp8 quantize: name -> (outputs, inputs)."""
     layers = quantizable_layers(module, getattr(torch, dtype))
-    return {f"{path}.weight": (layer.out_features, layer.in_features) for path, layer in layers.items()}
+    return {
+        f"{path}.weight": (layer.out_features, layer.in_features) for path, layer in layers.items()
+    }

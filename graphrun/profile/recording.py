@@ -1,6 +1,8 @@
-"""The recording of a dry run: every allocation and release in order, with marks where components are entered and stages end.
+"""The recording of a dry run: every allocation and release in order, with marks where components
+are entered and stages end.
 
-Independent of hardware: what a card adds (kernel scratch, reserved memory, seconds) is computed from it afterwards.
+Independent of hardware: what a card adds (kernel scratch, reserved memory, seconds) is computed
+from it afterwards.
 """
 
 from __future__ import annotations
@@ -18,15 +20,15 @@ Names = Annotated[set[str], PlainSerializer(sorted)]
 
 
 KernelClass = Literal["matmul", "convolution", "attention", "wide attention", "elementwise"]
-"""Matrix products; convolutions; fused attention, also with more features per head than flash kernels take; all other kernels,
-such as normalisation, activations, copies and casts."""
+"""Matrix products; convolutions; fused attention, also with more features per head than flash
+kernels take; all other kernels, such as normalisation, activations, copies and casts."""
 
 
 class Event(NamedTuple):
     """Storage ``key`` is allocated with ``nbytes``, or released (0).
 
-    ``scratch``: instead, a kernel takes ``nbytes`` while it runs, of which ``spared_bytes`` are not needed on cards that avoid
-    large copies (`Hardware.spares_large_copies`).
+    ``scratch``: instead, a kernel takes ``nbytes`` while it runs, of which ``spared_bytes`` are not
+    needed on cards that avoid large copies (`Hardware.spares_large_copies`).
     """
 
     key: int
@@ -36,7 +38,8 @@ class Event(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A matrix product of ``rows`` tokens with the weight ``name``. Event number ``event`` of its call allocates the result."""
+    """A matrix product of ``rows`` tokens with the weight ``name``. Event number ``event`` of its
+    call allocates the result."""
 
     event: int
     name: str
@@ -46,9 +49,10 @@ class Product(NamedTuple):
 class Kernel(NamedTuple):
     """An operator's work on the device, which `graphrun.profile.costs` turns into seconds.
 
-    ``dtype``: of its output. ``nbytes``: bytes of the tensors that it reads and writes. ``tiles``: tiles of 128 x 128 outputs
-    (attention: of 128 queries), which the multiprocessors take one at a time; 0 for elementwise work. ``scores``: exponentials
-    that attention takes, one per query and key.
+    ``dtype``: of its output. ``nbytes``: bytes of the tensors that it reads and writes. ``tiles``:
+    tiles of 128 x 128 outputs (attention: of 128 queries), which the multiprocessors take one at a
+    time; 0 for elementwise work. ``scores``: exponentials that attention takes, one per query and
+    key.
     """
 
     kind: KernelClass
@@ -60,7 +64,8 @@ class Kernel(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A call of the layer ``path`` during a call of its component: events ``begin`` to ``end`` (half-open)."""
+    """A call of the layer ``path`` during a call of its component: events ``begin`` to ``end``
+    (half-open)."""
 
     path: str
     begin: int
@@ -68,11 +73,13 @@ class Span(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """Tensors on the device that the block ``path`` gets or gives back, or that operators read or write, apart from weights.
+    """Tensors on the device that the block ``path`` gets or gives back, or that operators read or
+    write, apart from weights.
 
-    ``tensors``: number and bytes of each. The same tensor object has the same number, negative if it was there before the call; an
-    operator that reads its storage, also through a view, reads it. ``path`` is "" for operators, of blocks and of other code;
-    those that read none of the numbered tensors are noted too.
+    ``tensors``: number and bytes of each. The same tensor object has the same number, negative if
+    it was there before the call; an operator that reads its storage, also through a view, reads it.
+    ``path`` is "" for operators, of blocks and of other code; those that read none of the numbered
+    tensors are noted too.
     """
 
     kind: Literal["gets", "gives", "reads", "writes"]
@@ -81,23 +88,28 @@ class Hop(NamedTuple):
 
     def numbered(self, numbers: Callable[[int], int]) -> Hop:
         """The same with other numbers of tensors."""
-        return self._replace(tensors=tuple((numbers(number), nbytes) for number, nbytes in self.tensors))
+        return self._replace(
+            tensors=tuple((numbers(number), nbytes) for number, nbytes in self.tensors)
+        )
 
 
 @dataclass(slots=True)
 class Call:
-    """One kind of call into a component, traced once for each signature of argument shapes; or a section of one.
+    """One kind of call into a component, traced once for each signature of argument shapes; or a
+    section of one.
 
-    ``events``: what it allocates and releases. Every key is released before the end. ``work``: kernels in execution order, as
-    numbers in ``kernels``, with the path of the layer or block that ran (``""`` outside of all). ``kernels``: the distinct ones;
-    sections of one call share it. ``products``: matrix products with a weight.
-    ``spans``: calls of layers, in order. ``entered``: paths of the blocks that were called, in order. ``touched``: names of the
-    parameters and buffers that an operator read. ``outside``: layers with a tensor that was read outside of their own calls.
-    ``loose``: modules inside a block that were called, or of which a tensor was read, while the block did not run.
-    ``input_bytes``: bytes of the device tensors among the arguments; ``output_bytes``: among the results. ``kept``: keys of tensors
-    that the component keeps after the call and reuses (position tables) or replaces (frames for the next piece) in later calls; of
-    a section, keys of its results. ``results``: keys of the results' storages, in their order. ``hops``: in order, what passes
-    between blocks and other code; at the end, what is returned.
+    ``events``: what it allocates and releases. Every key is released before the end. ``work``:
+    kernels in execution order, as numbers in ``kernels``, with the path of the layer or block that
+    ran (``""`` outside of all). ``kernels``: the distinct ones; sections of one call share it.
+    ``products``: matrix products with a weight. ``spans``: calls of layers, in order. ``entered``:
+    paths of the blocks that were called, in order. ``touched``: names of the parameters and buffers
+    that an operator read. ``outside``: layers with a tensor that was read outside of their own
+    calls. ``loose``: modules inside a block that were called, or of which a tensor was read, while
+    the block did not run. ``input_bytes``: bytes of the device tensors among the arguments;
+    ``output_bytes``: among the results. ``kept``: keys of tensors that the component keeps after
+    the call and reuses (position tables) or replaces (frames for the next piece) in later calls; of
+    a section, keys of its results. ``results``: keys of the results' storages, in their order.
+    ``hops``: in order, what passes between blocks and other code; at the end, what is returned.
     """
 
     component: str = ""
@@ -141,9 +153,14 @@ class Call:
         """Appends what was recorded in ``section``, whose kernels have the same numbers."""
         start = len(self.events)
         self.events += section.events
-        self.work += [(path, [*numbers]) for path, numbers in section.work]  # the recorder appends to the last entry
-        self.products += [product._replace(event=start + product.event) for product in section.products]
-        self.spans += [span._replace(begin=start + span.begin, end=start + span.end) for span in section.spans]
+        # the recorder appends to the last entry
+        self.work += [(path, [*numbers]) for path, numbers in section.work]
+        self.products += [
+            product._replace(event=start + product.event) for product in section.products
+        ]
+        self.spans += [
+            span._replace(begin=start + span.begin, end=start + span.end) for span in section.spans
+        ]
         self.entered += section.entered
         self.touched |= section.touched
         self.outside |= section.outside
@@ -151,11 +168,13 @@ class Call:
         self.hops += section.hops
 
     def renamed(self, path: str, other: str) -> Call:
-        """This section, of the block at ``path``, as the equal block at ``other`` would give it: with its names of modules and
-        tensors."""
+        """This section, of the block at ``path``, as the equal block at ``other`` would give it:
+        with its names of modules and tensors."""
 
         def rename(name: str) -> str:
-            return other + name[len(path) :] if name == path or name.startswith(f"{path}.") else name
+            return (
+                other + name[len(path) :] if name == path or name.startswith(f"{path}.") else name
+            )
 
         return replace(
             self,
@@ -182,10 +201,12 @@ class StageEnd(NamedTuple):
 
 @dataclass(slots=True)
 class Recording:
-    """Allocations, releases, entries into components and ends of stages of a whole dry run, in order.
+    """Allocations, releases, entries into components and ends of stages of a whole dry run, in
+    order.
 
-    ``values``: per stage output, the keys of the storages that it holds when its stage ends. ``keeps``: components keep the
-    tensors in `Call.kept` until the end, as those of a live pipeline may, and not for a phase.
+    ``values``: per stage output, the keys of the storages that it holds when its stage ends.
+    ``keeps``: components keep the tensors in `Call.kept` until the end, as those of a live pipeline
+    may, and not for a phase.
     """
 
     items: list[Event | Call | StageEnd] = field(default_factory=list)
@@ -215,11 +236,13 @@ class Recording:
 class ComponentProfile:
     """What is known of a component from its structure and its traced calls.
 
-    ``parameters``: their number. ``groups``: its block groups. ``block_bytes``: for each group, bytes of its largest block in
-    the dtype that the graph declares; ``precisions``: the same in every precision. ``layers``: (outputs, inputs) of each
-    weight that int8, nf4 and fp8 quantize. ``widened``: for each weight of a GGUF file, (peak bytes before its dequantized
-    form exists, bytes written while it is dequantized). ``as_stored``: the quantized precisions in which the source files
-    already hold the component. ``layer_split``: the profile with the component split into layers, None where it cannot be.
+    ``parameters``: their number. ``groups``: its block groups. ``block_bytes``: for each group,
+    bytes of its largest block in the dtype that the graph declares; ``precisions``: the same in
+    every precision. ``layers``: (outputs, inputs) of each weight that int8, nf4 and fp8 quantize.
+    ``widened``: for each weight of a GGUF file, (peak bytes before its dequantized form exists,
+    bytes written while it is dequantized). ``as_stored``: the quantized precisions in which the
+    source files already hold the component. ``layer_split``: the profile with the component split
+    into layers, None where it cannot be.
     """
 
     parameters: int
@@ -243,7 +266,9 @@ class DryRun:
         """The dry run as JSON-ready data, without its modules."""
         calls = {id(item): item for item in self.recording.items if isinstance(item, Call)}
         numbers = {key: number for number, key in enumerate(calls)}
-        items = [numbers[id(item)] if isinstance(item, Call) else item for item in self.recording.items]
+        items = [
+            numbers[id(item)] if isinstance(item, Call) else item for item in self.recording.items
+        ]
         stored = _Stored([*calls.values()], items, self.recording.values, self.profiles)
         return TypeAdapter(_Stored).dump_python(stored, mode="json")
 

@@ -1,4 +1,5 @@
-"""Several devices, as they are typed: ``--vram 24G,12G --hardware rtx4090,rtx3060 --device cuda:0,cuda:1``. The first is main."""
+"""Several devices, as they are typed: ``--vram 24G,12G --hardware rtx4090,rtx3060 --device
+cuda:0,cuda:1``. The first is main."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ class Asked(NamedTuple):
 
 
 def per_device(vram: Any, hardware: Any = None, device: Any = None) -> list[Asked]:
-    """What was given for each device, of texts with commas or sequences. One ``hardware``, and one ``device``, is that of all.
+    """What was given for each device, of texts with commas or sequences. One ``hardware``, and one
+    ``device``, is that of all.
 
-    Raises InputError where the numbers of items differ, where budgets lack units, or where devices are not numbered in order."""
+    Raises InputError where the numbers of items differ, where budgets lack units, or where devices
+    are not numbered in order."""
     budgets, profiles, names = _items(vram), _items(hardware), _items(device)
     count = max(map(len, (budgets, profiles, names)))
     if count > 1 and any(isinstance(of, str) and of.isdigit() for of in budgets):
@@ -29,8 +32,12 @@ def per_device(vram: Any, hardware: Any = None, device: Any = None) -> list[Aske
         )
     for what, found in (("vram", budgets), ("hardware", profiles), ("device", names)):
         if len(found) != count and (what == "vram" or len(found) != 1):
-            raise InputError(f"{what} names {len(found)} of {count} devices: give one for each, as in {_EXAMPLES[what]}")
-    profiles, names = (found * count if len(found) != count else found for found in (profiles, names))
+            raise InputError(
+                f"{what} names {len(found)} of {count} devices: give one for each, as in {_EXAMPLES[what]}"
+            )
+    profiles, names = (
+        found * count if len(found) != count else found for found in (profiles, names)
+    )
     rows = enumerate(zip(budgets, profiles, names, strict=True))
     return [Asked(nbytes, profile, _kind(name, number)) for number, (nbytes, profile, name) in rows]
 

@@ -1,7 +1,8 @@
-"""The data of ``graphrun estimate``: every size and time of a graph on a device, each with its basis, without any budget.
+"""The data of ``graphrun estimate``: every size and time of a graph on a device, each with its
+basis, without any budget.
 
-Combines what the dry run, the configurations and the allocator models give into JSON-ready data; `graphrun.report.estimate_screen`
-formats it.
+Combines what the dry run, the configurations and the allocator models give into JSON-ready data;
+`graphrun.report.estimate_screen` formats it.
 """
 
 from __future__ import annotations
@@ -37,23 +38,32 @@ def survey(
     store: Store | None = None,
     chosen: Mode | None = None,
 ) -> dict[str, Any]:
-    """Components (weights by precision, host bytes), phases (activation, values, FLOPs, seconds), the totals of keeping all on the
-    device, and those of the mode ``chosen`` (by default the same).
+    """Components (weights by precision, host bytes), phases (activation, values, FLOPs, seconds),
+    the totals of keeping all on the device, and those of the mode ``chosen`` (by default the same).
 
-    ``allocated_bytes`` of a phase: peak of the bytes allocated beside weights. ``reserved_bytes``: the same as reserved with
-    expandable segments, ``reserved_native_bytes`` with native ones. All three include what is live at the phase's entry.
-    Measurements of runs in ``store`` replace reserved bytes and seconds; ``traced`` then has the original figures.
+    ``allocated_bytes`` of a phase: peak of the bytes allocated beside weights. ``reserved_bytes``:
+    the same as reserved with expandable segments, ``reserved_native_bytes`` with native ones. All
+    three include what is live at the phase's entry. Measurements of runs in ``store`` replace
+    reserved bytes and seconds; ``traced`` then has the original figures.
     """
     problem = problem_of(graph, probed, hardware, Limits(hardware.capacity_bytes, 1), inputs)
     phases = _phases(problem, probed, hardware)
     if store is not None:
         keep_shapes(graph, probed, problem, store)
         measured, with_measurements = measurements(problem, store), informed(problem, store)
-        phases = [_measured(row, with_measurements, n, measured.get(row["phase"])) for n, row in enumerate(phases)]
+        phases = [
+            _measured(row, with_measurements, n, measured.get(row["phase"]))
+            for n, row in enumerate(phases)
+        ]
     chosen = chosen or Mode()
     with meta_modules(graph) as modules:
-        components = [_component(graph, name, modules[name], probed, problem) for name in probed.profiles]
-        held = {name: weight_bytes(graph, name, modules[name], chosen.formats) for name in probed.profiles}
+        components = [
+            _component(graph, name, modules[name], probed, problem) for name in probed.profiles
+        ]
+        held = {
+            name: weight_bytes(graph, name, modules[name], chosen.formats)
+            for name in probed.profiles
+        }
     weights = sum(held.values())
     outside = hardware.context_bytes + hardware.workspace_bytes
     return {
@@ -61,15 +71,21 @@ def survey(
         "settings": dict(problem.settings),
         "versions": dict(problem.versions),
         "hardware": {
-            name: getattr(hardware, name) for name in ("name", "basis", "capacity_bytes", "context_bytes", "workspace_bytes")
+            name: getattr(hardware, name)
+            for name in ("name", "basis", "capacity_bytes", "context_bytes", "workspace_bytes")
         },
         "components": components,
         "phases": phases,
-        "values": [{"name": value.name, "bytes": value.nbytes, "basis": value.basis} for value in problem.values],
+        "values": [
+            {"name": value.name, "bytes": value.nbytes, "basis": value.basis}
+            for value in problem.values
+        ],
         "all_resident": {
             "weights_bytes": weights,
             "peak_bytes": weights + outside + max(row["reserved_bytes"] for row in phases),
-            "allocated_bytes": weights + hardware.workspace_bytes + max(row["allocated_bytes"] for row in phases),
+            "allocated_bytes": weights
+            + hardware.workspace_bytes
+            + max(row["allocated_bytes"] for row in phases),
             "seconds": sum(row["seconds"] for row in phases),
         },
         "mode": _mode(graph, probed, hardware, chosen, held, phases),
@@ -78,7 +94,12 @@ def survey(
 
 
 def _mode(
-    graph: Graph, probed: DryRun, hardware: Hardware, chosen: Mode, held: Mapping[str, int], phases: Sequence[Mapping[str, Any]]
+    graph: Graph,
+    probed: DryRun,
+    hardware: Hardware,
+    chosen: Mode,
+    held: Mapping[str, int],
+    phases: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """What the mode takes in all and by stage. ``held``: bytes of each component's weights."""
     found = estimated(graph, probed, hardware, chosen, held)
@@ -92,7 +113,8 @@ def _mode(
         "name": chosen.name,
         "formats": dict(chosen.formats),
         "weights_bytes": sum(nbytes for name, nbytes in held.items() if name not in chosen.cpu),
-        "allocated_bytes": hardware.workspace_bytes + max(a + b for a, b in zip(own, weights, strict=True)),
+        "allocated_bytes": hardware.workspace_bytes
+        + max(a + b for a, b in zip(own, weights, strict=True)),
         "peak_bytes": outside + max(row["reserved_bytes"] + nbytes for row, nbytes in rows),
         "copied_in_bytes": int(found.copied_in_bytes),
         "copied_out_bytes": int(found.copied_out_bytes),
@@ -102,11 +124,15 @@ def _mode(
     }
 
 
-def _component(graph: Graph, name: str, module: nn.Module, probed: DryRun, problem: Problem) -> dict[str, Any]:
+def _component(
+    graph: Graph, name: str, module: nn.Module, probed: DryRun, problem: Problem
+) -> dict[str, Any]:
     component, profile = graph.components[name], probed.profiles[name]
     sizes = weights_by_precision(module, component.dtype, allocated=True)
     files = holding(component, module)
-    basis = {precision: "formula" if precision in QUANTIZED else "declared" for precision in PRECISIONS}
+    basis = {
+        precision: "formula" if precision in QUANTIZED else "declared" for precision in PRECISIONS
+    }
     basis[component.dtype] = "files" if files is not None and not files.missing else "declared"
     allowed = {component.dtype, *component.precision}
     planned = next((c for c in problem.components if c.name == name), None)
@@ -116,12 +142,21 @@ def _component(graph: Graph, name: str, module: nn.Module, probed: DryRun, probl
         "parameters": profile.parameters,
         "dtype": component.dtype,
         "weights": {
-            precision: {"bytes": sizes[precision], "allowed": precision in allowed, "basis": basis[precision]}
+            precision: {
+                "bytes": sizes[precision],
+                "allowed": precision in allowed,
+                "basis": basis[precision],
+            }
             for precision in PRECISIONS
         },
-        "source": {**asdict(files), "dtypes": dict(files.dtypes), "read_as": component.dtype} if files is not None else None,
+        "source": {**asdict(files), "dtypes": dict(files.dtypes), "read_as": component.dtype}
+        if files is not None
+        else None,
         "host_bytes": planned.variants[0].host_bytes if planned else 0,
-        "blocks": [{"group": group.name, "count": len(group.blocks), "streamable": group.streamable} for group in profile.groups],
+        "blocks": [
+            {"group": group.name, "count": len(group.blocks), "streamable": group.streamable}
+            for group in profile.groups
+        ],
         "basis": planned.basis if planned else "declared",
     }
 
@@ -130,10 +165,21 @@ def _phases(problem: Problem, probed: DryRun, hardware: Hardware) -> list[dict[s
     entries = probed.recording.entries()
     spans = phase_spans(entries)
     counting = phase_memories_of(probed.recording, spans, hardware)
-    expandable = phase_memories_of(probed.recording, spans, hardware, Caching) if hardware.caching_allocator else counting
-    native = phase_memories_of(probed.recording, spans, hardware, Native) if hardware.caching_allocator else counting
+    expandable = (
+        phase_memories_of(probed.recording, spans, hardware, Caching)
+        if hardware.caching_allocator
+        else counting
+    )
+    native = (
+        phase_memories_of(probed.recording, spans, hardware, Native)
+        if hardware.caching_allocator
+        else counting
+    )
     # of quantized layers, in the components' first precision
-    scratch = [max(problem.component(use.component).variants[0].scratch_bytes for use in phase.uses) for phase in problem.phases]
+    scratch = [
+        max(problem.component(use.component).variants[0].scratch_bytes for use in phase.uses)
+        for phase in problem.phases
+    ]
     return [
         {
             "stage": phase.stage,
@@ -159,17 +205,26 @@ def _seconds(problem: Problem, phase: PhaseNumbers) -> float:
     for traced in phase.uses:
         component = problem.component(traced.component)
         groups, use = component.groups, use_with(traced, component, component.variants[0])
-        result += sum(n * len(group.blocks) * s for n, group, s in zip(use.group_calls, groups, use.seconds, strict=True))
+        result += sum(
+            n * len(group.blocks) * s
+            for n, group, s in zip(use.group_calls, groups, use.seconds, strict=True)
+        )
     return result
 
 
-def _measured(row: dict[str, Any], problem: Problem, number: int, measured: Measured | None) -> dict[str, Any]:
+def _measured(
+    row: dict[str, Any], problem: Problem, number: int, measured: Measured | None
+) -> dict[str, Any]:
     """``row`` with the measurements of its phase, taken from ``problem``, where there are any."""
     if measured is None:
         return row
     phase, result = problem.phases[number], dict(row)
     if measured.sizes:
-        result["reserved_bytes"] = problem.value_bytes(number) + phase.live_in_bytes + max(phase.first_bytes, phase.steady_bytes)
+        result["reserved_bytes"] = (
+            problem.value_bytes(number)
+            + phase.live_in_bytes
+            + max(phase.first_bytes, phase.steady_bytes)
+        )
         result["basis"] = "measured"
     if {name.partition("/")[0] for name in measured.seconds} >= set(row["components"]):
         result["seconds"] = _seconds(problem, phase)

@@ -1,12 +1,13 @@
-"""The variants of a component: precision x backing store x where it computes, each with its bytes and seconds.
+"""The variants of a component: precision x backing store x where it computes, each with its bytes
+and seconds.
 
-Decides which variants exist and what must be allowed for each; independent of budgets. The first variant is the graph's own:
-its first precision in page-locked memory.
+Decides which variants exist and what must be allowed for each; independent of budgets. The first
+variant is the graph's own: its first precision in page-locked memory.
 
-    precision       those in the graph's list; all but the first change the output and must be allowed
-    backing store   pinned, pageable (slower to copy from), disk where a file's tensors can be read one by one
-    helper          computes on a further device, at its rates
-    cpu             computes on the CPU, for small or rarely used components; the last bits of the output change
+    precision       those in the graph's list; all but the first change the output and must be
+    allowed backing store   pinned, pageable (slower to copy from), disk where a file's tensors can
+    be read one by one helper          computes on a further device, at its rates cpu
+    computes on the CPU, for small or rarely used components; the last bits of the output change
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from graphrun.graph.graph import Component
-from graphrun.model.problem import ALLOCATION_BYTES, BackingStore, Granularity, Hardware, Helper, Variant
+from graphrun.model.problem import (
+    ALLOCATION_BYTES,
+    BackingStore,
+    Granularity,
+    Hardware,
+    Helper,
+    Variant,
+)
 from graphrun.modules.precisions import QUANTIZED
 from graphrun.profile.costs import extra_seconds, work_seconds
 from graphrun.profile.precision import (
@@ -31,8 +39,8 @@ from graphrun.units import round_up
 BACKING_STORES: tuple[BackingStore, ...] = ("pinned", "pageable", "disk")
 ON_CPU = "cpu"
 
-# bitsandbytes 0.50 quantizes a weight on a CPU core at about these rates, in bytes of 16-bit weights per second (idle 2.10 GHz
-# Xeon core). A cast to fp8 runs at memory speed.
+# bitsandbytes 0.50 quantizes a weight on a CPU core at about these rates, in bytes of 16-bit
+# weights per second (idle 2.10 GHz Xeon core). A cast to fp8 runs at memory speed.
 QUANTIZING_RATES = {"int8": 0.2e9, "nf4": 0.07e9, "fp8": 5e9}
 
 
@@ -48,25 +56,42 @@ def variants_of(
 ) -> tuple[Variant, ...]:
     """All variants of ``component``, the graph's own first.
 
-    ``calls``: its distinct calls. ``backing_stores``: those worth considering here. ``allow``: only determines whether
-    computing on the CPU is offered. ``granularity``: whether ``profile`` is split into blocks or layers. ``helpers``: further
-    devices that it may compute on.
+    ``calls``: its distinct calls. ``backing_stores``: those worth considering here. ``allow``: only
+    determines whether computing on the CPU is offered. ``granularity``: whether ``profile`` is
+    split into blocks or layers. ``helpers``: further devices that it may compute on.
     """
     found = [
         variant
         for precision in component.precision
-        for variant in _in_backing_stores(component, precision, profile, calls, hardware, component.backing_store or backing_stores)
+        for variant in _in_backing_stores(
+            component,
+            precision,
+            profile,
+            calls,
+            hardware,
+            component.backing_store or backing_stores,
+        )
     ]
     if granularity == "layers":
-        found = [replace(variant, streamable=variant.precision not in BLOCK_GRANULARITY_ONLY) for variant in found]
+        found = [
+            replace(variant, streamable=variant.precision not in BLOCK_GRANULARITY_ONLY)
+            for variant in found
+        ]
     for number, helper in enumerate(helpers, 1):
         there = replace(helper.hardware, disk_bytes_per_second=hardware.disk_bytes_per_second)
-        slowdown = _seconds(calls, there) / on_device if (on_device := _seconds(calls, hardware)) else 1.0
+        slowdown = (
+            _seconds(calls, there) / on_device if (on_device := _seconds(calls, hardware)) else 1.0
+        )
         found += [
             replace(variant, device=f"device{number}", streamable=False, slowdown=slowdown)
             for precision in component.precision
             for variant in _in_backing_stores(
-                component, precision, profile, calls, there, component.backing_store or backing_stores
+                component,
+                precision,
+                profile,
+                calls,
+                there,
+                component.backing_store or backing_stores,
             )
         ]
     if ON_CPU in allow and found[0].precision not in QUANTIZED:
@@ -84,70 +109,107 @@ def _in_backing_stores(
 ) -> Iterator[Variant]:
     dtype, quantized = component.dtype, precision in QUANTIZED
     block_bytes = profile.block_bytes if precision == dtype else profile.precisions[precision]
-    weight_bytes = sum(len(group.blocks) * nbytes for group, nbytes in zip(profile.groups, block_bytes, strict=True))
+    weight_bytes = sum(
+        len(group.blocks) * nbytes
+        for group, nbytes in zip(profile.groups, block_bytes, strict=True)
+    )
     stored = precision in profile.as_stored
     extra = _extra_block_seconds(profile, calls, precision, hardware) if quantized else ()
     in_files = block_bytes if stored else profile.block_bytes
     read = _read_seconds(component, precision, in_files, hardware, stored)
-    for backing_store in (backing_store for backing_store in BACKING_STORES if backing_store in backing_stores):
-        if backing_store == "disk" and not (stored or (not quantized and component.source is not None)):
+    for backing_store in (
+        backing_store for backing_store in BACKING_STORES if backing_store in backing_stores
+    ):
+        if backing_store == "disk" and not (
+            stored or (not quantized and component.source is not None)
+        ):
             continue  # no file whose tensors can be read block by block
-        bytes_per_second = hardware.pageable_bytes_per_second if backing_store == "pageable" else hardware.h2d_bytes_per_second
+        bytes_per_second = (
+            hardware.pageable_bytes_per_second
+            if backing_store == "pageable"
+            else hardware.h2d_bytes_per_second
+        )
         start = hardware.copy_start_seconds
         yield Variant(
             precision=precision,
             backing_store=backing_store,
             device="device",
             block_bytes=block_bytes,
-            load_seconds=tuple(start + nbytes / bytes_per_second if nbytes else 0.0 for nbytes in block_bytes),
+            load_seconds=tuple(
+                start + nbytes / bytes_per_second if nbytes else 0.0 for nbytes in block_bytes
+            ),
             host_bytes=2 * max(block_bytes) if backing_store == "disk" else weight_bytes,
             read_seconds=() if backing_store == "disk" else read,
             disk_seconds=read if backing_store == "disk" else (),
             block_seconds=extra,
             scratch_bytes=_scratch_bytes(profile, calls, precision, dtype),
-            transient_bytes=quantizing_bytes(profile.layers.values(), precision, ELEMENT_BYTES[dtype])
+            transient_bytes=quantizing_bytes(
+                profile.layers.values(), precision, ELEMENT_BYTES[dtype]
+            )
             if quantized and not stored
             else 0,
-            read_bytes=() if component.source_in(precision) is None or in_files == block_bytes else in_files,
+            read_bytes=()
+            if component.source_in(precision) is None or in_files == block_bytes
+            else in_files,
             needs=component.permission(precision) or "",
         )
 
 
-def _extra_block_seconds(profile: ComponentProfile, calls: Sequence[Call], precision: str, hardware: Hardware) -> tuple[float, ...]:
-    """For each group, seconds that a block's products take more in ``precision``, in the call with the most FLOPs.
+def _extra_block_seconds(
+    profile: ComponentProfile, calls: Sequence[Call], precision: str, hardware: Hardware
+) -> tuple[float, ...]:
+    """For each group, seconds that a block's products take more in ``precision``, in the call with
+    the most FLOPs.
 
     () on `sim`, whose clock charges FLOPs and copies, but no memory bandwidth."""
     if hardware.kernels is None or not calls:
         return ()
-    by_layer = extra_seconds(max(calls, key=lambda call: call.flops), profile.layers, precision, hardware)
+    by_layer = extra_seconds(
+        max(calls, key=lambda call: call.flops), profile.layers, precision, hardware
+    )
     if precision == "gguf":
         bandwidth = hardware.memory_bytes_per_second
-        by_layer = {name: dequantization_seconds(written, bandwidth) for name, (_, written) in profile.widened.items()}
+        by_layer = {
+            name: dequantization_seconds(written, bandwidth)
+            for name, (_, written) in profile.widened.items()
+        }
     groups = {path: number for number, group in enumerate(profile.groups) for path in group.blocks}
     found = [0.0] * len(profile.groups)
     for path, seconds in by_layer.items():
         while path and path not in groups:
             path = path.rpartition(".")[0]
         found[groups.get(path, 0)] += seconds
-    return tuple(total / len(group.blocks) for total, group in zip(found, profile.groups, strict=True))
+    return tuple(
+        total / len(group.blocks) for total, group in zip(found, profile.groups, strict=True)
+    )
 
 
-def _scratch_bytes(profile: ComponentProfile, calls: Sequence[Call], precision: str, dtype: str) -> int:
+def _scratch_bytes(
+    profile: ComponentProfile, calls: Sequence[Call], precision: str, dtype: str
+) -> int:
     """The largest increase of a call's peak with quantized layers, of all calls."""
     if precision not in QUANTIZED:
         return 0
-    extra = (requantized(call, profile.layers, precision, dtype, profile.widened).peak_bytes - call.peak_bytes for call in calls)
+    extra = (
+        requantized(call, profile.layers, precision, dtype, profile.widened).peak_bytes
+        - call.peak_bytes
+        for call in calls
+    )
     return round_up(max((0, *extra)), ALLOCATION_BYTES)
 
 
 def _read_seconds(
-    component: Component, precision: str, in_files: tuple[int, ...], hardware: Hardware, stored: bool
+    component: Component,
+    precision: str,
+    in_files: tuple[int, ...],
+    hardware: Hardware,
+    stored: bool,
 ) -> tuple[float, ...]:
-    """For each group, seconds to read one block into its backing store; () without a source, since such weights are created
-    before the run.
+    """For each group, seconds to read one block into its backing store; () without a source, since
+    such weights are created before the run.
 
-    What is read are the files' bytes. Quantized weights are then quantized, unless the files hold them so (``stored``); on
-    `sim` that takes no time, since its clock is not the host's.
+    What is read are the files' bytes. Quantized weights are then quantized, unless the files hold
+    them so (``stored``); on `sim` that takes no time, since its clock is not the host's.
     """
     if component.source_in(precision) is None:
         return ()
@@ -158,14 +220,16 @@ def _read_seconds(
 
 
 def _seconds(calls: Sequence[Call], hardware: Hardware) -> float:
-    """Seconds of one call of each kind on ``hardware``. The simulated clock charges FLOPs at one rate; launches do not count."""
+    """Seconds of one call of each kind on ``hardware``. The simulated clock charges FLOPs at one
+    rate; launches do not count."""
     if hardware.kernels is None:
         return sum(call.flops for call in calls) / hardware.flops_per_second
     return sum(sum(work_seconds(call, hardware)) for call in calls)
 
 
 def _on_cpu(variant: Variant, calls: Sequence[Call], hardware: Hardware) -> Variant:
-    """``variant`` computing on the CPU at the host's rate. Nothing is copied to the device, so its backing store is pageable."""
+    """``variant`` computing on the CPU at the host's rate. Nothing is copied to the device, so its
+    backing store is pageable."""
     flops, on_device = sum(call.flops for call in calls), _seconds(calls, hardware)
     on_host = flops / hardware.cpu_flops_per_second
     return replace(

@@ -1,24 +1,37 @@
-"""The screen of a call of an attached pipeline: planned and measured numbers, a row for each phase."""
+"""The screen of a call of an attached pipeline: planned and measured numbers, a row for each
+phase."""
 
 from __future__ import annotations
 
 from graphrun.model.problem import PhaseNumbers, Problem
 from graphrun.model.solution import Solution
-from graphrun.report.screen import beside_cells, calls_of, found_and_left, regime, streams_of, verdict
+from graphrun.report.screen import (
+    beside_cells,
+    calls_of,
+    found_and_left,
+    regime,
+    streams_of,
+    verdict,
+)
 from graphrun.report.table import Units, table
 from graphrun.trace import Trace
 from graphrun.units import show_seconds, show_size
 
 
 def call_screen(solution: Solution, trace: Trace) -> str:
-    """Planned and measured numbers of the last call: a row per phase, the whole call, and whether it stayed within the plan."""
+    """Planned and measured numbers of the last call: a row per phase, the whole call, and whether
+    it stayed within the plan."""
     problem, simulation = solution.chosen, solution.simulation
     units, pairs = Units(simulation.peak_bytes, simulation.seconds), trace.beside(simulation.slots)
     head = ["phase", "calls", "weights", "peak planned", "measured", "moved planned", "measured"]
     rows = [[*head, f"{units.time} planned", "measured"]]
     for phase in problem.phases:
         own = [pair for pair in pairs if pair[0].phase == phase.name]
-        rows.append(units.row(phase.name, calls_of(phase), _weights(problem, phase, solution), *beside_cells(own)))
+        rows.append(
+            units.row(
+                phase.name, calls_of(phase), _weights(problem, phase, solution), *beside_cells(own)
+            )
+        )
     rows.append(units.row("whole call", "", "", *beside_cells(pairs)))
     spare_bytes = problem.effective_bytes - trace.peak_bytes
     where = "the virtual clock" if trace.device == "sim" else "the card"
@@ -46,7 +59,10 @@ def _weights(problem: Problem, phase: PhaseNumbers, solution: Solution) -> str:
         if component.variants[0].device == "cpu":
             found.append("on the CPU")
         elif stream is not None:
-            kept, total = sum(len(blocks) for _, blocks in stream.keep or ()), sum(len(k.blocks) for k in component.groups)
+            kept, total = (
+                sum(len(blocks) for _, blocks in stream.keep or ()),
+                sum(len(k.blocks) for k in component.groups),
+            )
             found.append(f"{kept} of {total}")
         else:
             found.append("whole")

@@ -1,4 +1,5 @@
-"""A run over time as an SVG drawing: disk reads, copies, compute, and device memory against its budget.
+"""A run over time as an SVG drawing: disk reads, copies, compute, and device memory against its
+budget.
 
     disk      |== t5 ==|=== transformer ===|
     copies      |= t5 =| |==|==|==|==|==|==|
@@ -6,7 +7,8 @@
     memory    __|--------|____|------------|__   .... budget; by component
               +---------------------------------> seconds
 
-Colours are CSS classes ``c0`` ``c1`` ..., one per component; the page defines them for its dark and light themes.
+Colours are CSS classes ``c0`` ``c1`` ..., one per component; the page defines them for its dark and
+light themes.
 """
 
 from __future__ import annotations
@@ -38,12 +40,18 @@ def timeline_svg(
     colours: Mapping[str, int],
     title: str,
 ) -> str:
-    """The drawing as SVG text. ``slots`` in order of time; ``colours``: the number of each component's CSS class.
+    """The drawing as SVG text. ``slots`` in order of time; ``colours``: the number of each
+    component's CSS class.
 
-    ``planned``: by the name of a slot its planned seconds of compute and the parts of its peak. A call is as high as the share of
-    its time in which it computes; the rest of the track, in which nothing does, is hatched.
+    ``planned``: by the name of a slot its planned seconds of compute and the parts of its peak. A
+    call is as high as the share of its time in which it computes; the rest of the track, in which
+    nothing does, is hatched.
     """
-    tracks = {track: own for track, kinds in TRACKS.items() if (own := [event for event in events if event.kind in kinds])}
+    tracks = {
+        track: own
+        for track, kinds in TRACKS.items()
+        if (own := [event for event in events if event.kind in kinds])
+    }
     start = min((slot.start_seconds for slot in slots), default=0.0)
     seconds = max((slot.end_seconds for slot in slots), default=1.0) - start or 1.0
     most = max([budget_bytes, *(slot.peak_bytes for slot in slots)]) or 1
@@ -59,18 +67,30 @@ def timeline_svg(
 
     def elements() -> Iterator[str]:
         lines = element("path", d="M0 6L6 0M-1 1L1 -1M5 7L7 5", class_="hatching")
-        yield element("defs", element("pattern", lines, id="waits", width=6, height=6, patternUnits="userSpaceOnUse"))
+        yield element(
+            "defs",
+            element("pattern", lines, id="waits", width=6, height=6, patternUnits="userSpaceOnUse"),
+        )
         for top, (track, own) in zip(count(GAP, ROW + GAP), tracks.items()):
             yield element("text", track, x=0, y=top + ROW - 7)
             lane = f"lane{' waits' if track == 'compute' else ''}"
-            yield element("rect", class_=lane, x=LABEL, y=top, width=WIDTH - LABEL - RIGHT, height=ROW)
+            yield element(
+                "rect", class_=lane, x=LABEL, y=top, width=WIDTH - LABEL - RIGHT, height=ROW
+            )
             for event in merged(own, seconds / (WIDTH - LABEL - RIGHT)):
                 what = f"{event.kind} {event.component or event.detail}: {show_seconds(event.end_seconds - event.start_seconds)}"
                 what += f", {show_size(event.nbytes)}" if event.nbytes else ""
                 share = busy.get(event.slot, 1.0) if event.kind == "run" else 1.0
                 what += f", {share:.0%} of it computes" if share < 0.995 else ""
                 kind = f"c{colours.get(event.component, 0)} {event.kind}"
-                yield block(x(event.start_seconds), x(event.end_seconds), top + ROW * (1 - share), ROW * share, kind, what)
+                yield block(
+                    x(event.start_seconds),
+                    x(event.end_seconds),
+                    top + ROW * (1 - share),
+                    ROW * share,
+                    kind,
+                    what,
+                )
         yield element("text", "memory", x=0, y=memory + MEMORY - 2)
         for slot in slots:
             left, right, below = x(slot.start_seconds), x(slot.end_seconds), 0
@@ -78,40 +98,76 @@ def timeline_svg(
                 nbytes = min(part.nbytes, slot.peak_bytes - below)
                 kind = f"c{colours[part.component]} {part.kind}" if part.component else part.kind
                 what = f"{slot.name}: {part.component} {part.kind} {show_size(part.nbytes)} of {show_size(slot.peak_bytes)}"
-                yield block(left, right, y(below + nbytes), y(below) - y(below + nbytes), kind, what)
+                yield block(
+                    left, right, y(below + nbytes), y(below) - y(below + nbytes), kind, what
+                )
                 below += nbytes
             what = f"{slot.name}: {show_size(slot.peak_bytes)}"
-            yield block(left, right, y(slot.peak_bytes), y(below) - y(slot.peak_bytes), "other", what)
+            yield block(
+                left, right, y(slot.peak_bytes), y(below) - y(slot.peak_bytes), "other", what
+            )
         units = Units(most)
         for tick in round_ticks(most / units.size_bytes, 4)[1:]:
             up = y(tick * units.size_bytes) + 4
-            yield element("text", f"{tick:g} {units.size}", class_="tick", x=LABEL - 6, y=up, text_anchor="end")
+            yield element(
+                "text",
+                f"{tick:g} {units.size}",
+                class_="tick",
+                x=LABEL - 6,
+                y=up,
+                text_anchor="end",
+            )
         budget = element("title", f"budget: {show_size(budget_bytes)}")
-        yield element("path", budget, class_="budget", d=f"M{LABEL} {y(budget_bytes):.1f}H{WIDTH - RIGHT}")
+        yield element(
+            "path", budget, class_="budget", d=f"M{LABEL} {y(budget_bytes):.1f}H{WIDTH - RIGHT}"
+        )
         for second in round_ticks(seconds):
-            yield element("text", tick_seconds(second), class_="tick", x=x(start + second), y=height - 4, text_anchor="middle")
+            yield element(
+                "text",
+                tick_seconds(second),
+                class_="tick",
+                x=x(start + second),
+                y=height - 4,
+                text_anchor="middle",
+            )
 
-    return element("svg", "".join(elements()), viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=title)
+    return element(
+        "svg", "".join(elements()), viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=title
+    )
 
 
 def _shares(
-    runs: Iterable[Event], slots: Sequence[SlotTrace], planned: Mapping[str, tuple[float, Sequence[Part]]]
+    runs: Iterable[Event],
+    slots: Sequence[SlotTrace],
+    planned: Mapping[str, tuple[float, Sequence[Part]]],
 ) -> dict[int, float]:
-    """By slot the share of the time of its calls in which it computes, by the planned seconds of compute."""
+    """By slot the share of the time of its calls in which it computes, by the planned seconds of
+    compute."""
     calls = dict[int, float]()
     for event in runs:
         calls[event.slot] = calls.get(event.slot, 0.0) + event.end_seconds - event.start_seconds
-    computes = {number: planned[slot.name][0] for number, slot in enumerate(slots) if slot.name in planned}
-    return {number: min(1.0, computes[number] / seconds) for number, seconds in calls.items() if seconds and number in computes}
+    computes = {
+        number: planned[slot.name][0] for number, slot in enumerate(slots) if slot.name in planned
+    }
+    return {
+        number: min(1.0, computes[number] / seconds)
+        for number, seconds in calls.items()
+        if seconds and number in computes
+    }
 
 
 def merged(events: Iterable[Event], pixel_seconds: float) -> list[Event]:
-    """Merges consecutive events of one kind, component and slot with gaps below a pixel, and adds their bytes."""
+    """Merges consecutive events of one kind, component and slot with gaps below a pixel, and adds
+    their bytes."""
     found: list[Event] = []
     for event in sorted(events, key=lambda each: each.start_seconds):
         if found:
             last = found[-1]
-            alike = (last.kind, last.component, last.slot) == (event.kind, event.component, event.slot)
+            alike = (last.kind, last.component, last.slot) == (
+                event.kind,
+                event.component,
+                event.slot,
+            )
             if alike and event.start_seconds - last.end_seconds <= pixel_seconds:
                 end = max(last.end_seconds, event.end_seconds)
                 found[-1] = replace(last, end_seconds=end, nbytes=last.nbytes + event.nbytes)

@@ -1,4 +1,5 @@
-"""Commands on a screen, folded so that they can still be copied: a backslash ends every line but the last."""
+"""Commands on a screen, folded so that they can still be copied: a backslash ends every line but
+the last."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ _WORD = re.compile(r"""(?:"[^"]*"|'[^']*'|[^\s"'])+""")
 
 
 def folded_command(line: str, width: int) -> str:
-    """``line``, which ends in a command (``next: graphrun plan ...``), folded between options where it is wider than ``width``."""
+    """``line``, which ends in a command (``next: graphrun plan ...``), folded between options where
+    it is wider than ``width``."""
     if len(line) <= width:
         return line
     first, *others = _options(line)

@@ -1,4 +1,5 @@
-"""Two plans beside each other: what they are for, what they take, and which components lie elsewhere."""
+"""Two plans beside each other: what they are for, what they take, and which components lie
+elsewhere."""
 
 from __future__ import annotations
 
@@ -14,23 +15,47 @@ from graphrun.units import show_seconds, show_size
 
 # Keys of `summarize` that say what a plan is for, and those that say what it takes.
 _LIMITS = ("budget_bytes", "reserve_bytes", "ram_bytes", "pinned_bytes")
-CONDITIONS = ("graph", "until", "hardware", "regime", *_LIMITS, "directives", "allow", "precomputed", "options", "order")
-FIGURES = ("predicted_seconds", "compute_seconds", "peak_bytes", "host_peak_bytes", "moved_bytes", "disk_bytes_read")
+CONDITIONS = (
+    "graph",
+    "until",
+    "hardware",
+    "regime",
+    *_LIMITS,
+    "directives",
+    "allow",
+    "precomputed",
+    "options",
+    "order",
+)
+FIGURES = (
+    "predicted_seconds",
+    "compute_seconds",
+    "peak_bytes",
+    "host_peak_bytes",
+    "moved_bytes",
+    "disk_bytes_read",
+)
 
 
 def compared(a: Solution, b: Solution) -> dict[str, Any]:
-    """The differences between two plans as data; every entry has the values ``a`` and ``b``, None where a plan has none.
+    """The differences between two plans as data; every entry has the values ``a`` and ``b``, None
+    where a plan has none.
 
-    ``conditions``: what differs in what they are for. ``figures`` and ``stages``: what both take, equal or not. ``moved``: the
-    components whose placement differs, in words, per phase and for the backing store (``held as``).
+    ``conditions``: what differs in what they are for. ``figures`` and ``stages``: what both take,
+    equal or not. ``moved``: the components whose placement differs, in words, per phase and for the
+    backing store (``held as``).
     """
     one, two = summarize(a, None), summarize(b, None)
-    conditions = {name: (one[name], two[name]) for name in CONDITIONS} | _beside(one["settings"], two["settings"])
+    conditions = {name: (one[name], two[name]) for name in CONDITIONS} | _beside(
+        one["settings"], two["settings"]
+    )
     stages = [{stage["name"]: stage for stage in each["stages"]} for each in (one, two)]
     places = [_places(solution) for solution in (a, b)]
     return {
         "same_plan": replace(a.plan, problem="") == replace(b.plan, problem=""),
-        "conditions": [_pair(name, *values) for name, values in conditions.items() if values[0] != values[1]],
+        "conditions": [
+            _pair(name, *values) for name, values in conditions.items() if values[0] != values[1]
+        ],
         "figures": [_pair(name, one[name], two[name]) for name in FIGURES],
         "stages": [
             {"stage": stage, **_pair(name, *(row[name] if row else None for row in rows))}
@@ -81,7 +106,11 @@ def comparison_screen(found: Mapping[str, Any], a: str, b: str) -> str:
     rows = [["", a, b, "change"], *(_row(each["name"], each) for each in found["figures"])]
     rows += [_row(f"{each['stage']} {each['name']}", each) for each in found["stages"]]
     lines += ["", table([row for row in rows if row], left=(0,))]
-    lines += ["", *(_change(f"{each['component']} {each['name']}", each) for each in found["moved"])] if found["moved"] else []
+    lines += (
+        ["", *(_change(f"{each['component']} {each['name']}", each) for each in found["moved"])]
+        if found["moved"]
+        else []
+    )
     return "\n".join(lines)
 
 
@@ -91,8 +120,21 @@ def _change(title: str, pair: Mapping[str, Any]) -> str:
 
 def _row(title: str, pair: Mapping[str, Any]) -> list[str]:
     a, b, name = pair["a"], pair["b"], pair["name"]
-    change = "" if None in (a, b) else "=" if a == b else f"{100 * (b - a) / a:+.1f} %" if a else _shown(name, b)
-    return [title.removesuffix("_bytes").removesuffix("_seconds").replace("_", " "), _shown(name, a), _shown(name, b), change]
+    change = (
+        ""
+        if None in (a, b)
+        else "="
+        if a == b
+        else f"{100 * (b - a) / a:+.1f} %"
+        if a
+        else _shown(name, b)
+    )
+    return [
+        title.removesuffix("_bytes").removesuffix("_seconds").replace("_", " "),
+        _shown(name, a),
+        _shown(name, b),
+        change,
+    ]
 
 
 def _shown(name: str, value: Any) -> str:

@@ -1,4 +1,5 @@
-"""The screen of ``graphrun estimate``, from the estimate's JSON form: weights by precision, then memory and time per phase."""
+"""The screen of ``graphrun estimate``, from the estimate's JSON form: weights by precision, then
+memory and time per phase."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ def estimate_screen(estimate: dict[str, Any], look: Look | None = None) -> str:
     look = look or Look()
     phases = (_phases if look.verbose else _phases_in_short)(estimate["phases"])
     return "\n\n".join(
-        (look.first(needs(estimate)), look.folded(*_head(estimate)), _components(estimate["components"], look), phases)
+        (
+            look.first(needs(estimate)),
+            look.folded(*_head(estimate)),
+            _components(estimate["components"], look),
+            phases,
+        )
     )
 
 
@@ -26,7 +32,11 @@ def _head(estimate: dict[str, Any]) -> tuple[str, ...]:
     settings = " ".join(f"{name}={value}" for name, value in estimate["settings"].items())
     outside = hardware["context_bytes"] + hardware["workspace_bytes"]
     copied = mode["copied_in_bytes"], mode["copied_out_bytes"]
-    copies = f"; copies {show_size(copied[0])} to the device, {show_size(copied[1])} back" if any(copied) else ""
+    copies = (
+        f"; copies {show_size(copied[0])} to the device, {show_size(copied[1])} back"
+        if any(copied)
+        else ""
+    )
     formats = "".join(f"  {name} in {of}" for name, of in mode["formats"].items())
     return (
         f"estimate {estimate['graph']}  {settings}{formats}",
@@ -39,40 +49,88 @@ def _head(estimate: dict[str, Any]) -> tuple[str, ...]:
 
 def _components(components: list[dict[str, Any]], look: Look) -> str:
     units = Units(max(row["weights"][row["dtype"]]["bytes"] for row in components))
-    rows, sources = [["component", "millions", "16 bit", "32 bit", "int8", "nf4", "host", "blocks"]], []
+    rows, sources = (
+        [["component", "millions", "16 bit", "32 bit", "int8", "nf4", "host", "blocks"]],
+        [],
+    )
     for row in components:
         half = row["dtype"] if row["dtype"] != "float32" else "bfloat16"
         weights = [row["weights"][precision] for precision in (half, "float32", "int8", "nf4")]
         shown = [units.row(of["bytes"])[0] + ("*" if of["allowed"] else " ") for of in weights]
         blocks = " + ".join(str(k["count"]) for k in row["blocks"] if k["streamable"]) or "-"
-        rows.append(units.row(row["name"], f"{row['parameters'] / 1e6:,.1f}", *shown, row["host_bytes"], blocks))
+        rows.append(
+            units.row(
+                row["name"], f"{row['parameters'] / 1e6:,.1f}", *shown, row["host_bytes"], blocks
+            )
+        )
         if source := row["source"]:
-            dtypes = ", ".join(f"{SHORT.get(dtype, dtype)} {show_size(nbytes)}" for dtype, nbytes in source["dtypes"].items())
-            missing = f"; {source['missing']} of its tensors are missing by name" if source["missing"] else ""
+            dtypes = ", ".join(
+                f"{SHORT.get(dtype, dtype)} {show_size(nbytes)}"
+                for dtype, nbytes in source["dtypes"].items()
+            )
+            missing = (
+                f"; {source['missing']} of its tensors are missing by name"
+                if source["missing"]
+                else ""
+            )
             read_as = f"read as {SHORT.get(source['read_as'], source['read_as'])}{missing}"
-            sources.append(f" {row['name']} on disk: {source['tensors']} tensors, {dtypes}, {read_as}  {source['folder']}")
+            sources.append(
+                f" {row['name']} on disk: {source['tensors']} tensors, {dtypes}, {read_as}  {source['folder']}"
+            )
     what = "millions: of parameters; *: allowed by the graph; 16 and 32 bit from the configuration, int8 and nf4 by formula"
     note = look.folded(f"weights and host in {units.size}; {what}")
     return "\n".join([table(rows, left=(0,), width=look.width), f" {note}", *sources])
 
 
 def _phases_in_short(phases: list[dict[str, Any]]) -> str:
-    units = Units(max(row["reserved_bytes"] for row in phases), sum(row["seconds"] for row in phases))
+    units = Units(
+        max(row["reserved_bytes"] for row in phases), sum(row["seconds"] for row in phases)
+    )
     rows = [["phase", "calls", "allocated", "reserved", "values", "TFLOP", f"compute {units.time}"]]
     for row in phases:
         sizes = [row[f"{name}_bytes"] for name in ("allocated", "reserved", "values")]
-        rows.append(units.row(row["phase"], str(row["calls"]), *sizes, f"{row['flops'] / 1e12:.2f}", float(row["seconds"])))
+        rows.append(
+            units.row(
+                row["phase"],
+                str(row["calls"]),
+                *sizes,
+                f"{row['flops'] / 1e12:.2f}",
+                float(row["seconds"]),
+            )
+        )
     return f"{table(rows, left=(0,))}\n sizes in {units.size}, without weights; -v shows all figures and their basis"
 
 
 def _phases(phases: list[dict[str, Any]]) -> str:
-    units = Units(max(row["reserved_bytes"] for row in phases), sum(row["seconds"] for row in phases))
-    head = ["phase", "calls", "allocated", "reserved", "native", "values", "live-in", "TFLOP", f"compute {units.time}", "basis"]
+    units = Units(
+        max(row["reserved_bytes"] for row in phases), sum(row["seconds"] for row in phases)
+    )
+    head = [
+        "phase",
+        "calls",
+        "allocated",
+        "reserved",
+        "native",
+        "values",
+        "live-in",
+        "TFLOP",
+        f"compute {units.time}",
+        "basis",
+    ]
     rows = []
     for row in phases:
-        sizes = [row[f"{name}_bytes"] for name in ("allocated", "reserved", "reserved_native", "values", "live_in")]
-        basis = row["basis"] if row["basis"] == row["seconds_basis"] else f"{row['basis']}, {row['seconds_basis']}"
+        sizes = [
+            row[f"{name}_bytes"]
+            for name in ("allocated", "reserved", "reserved_native", "values", "live_in")
+        ]
+        basis = (
+            row["basis"]
+            if row["basis"] == row["seconds_basis"]
+            else f"{row['basis']}, {row['seconds_basis']}"
+        )
         flops = f"{row['flops'] / 1e12:.2f}"
-        rows.append(units.row(row["phase"], str(row["calls"]), *sizes, flops, float(row["seconds"]), basis))
+        rows.append(
+            units.row(row["phase"], str(row["calls"]), *sizes, flops, float(row["seconds"]), basis)
+        )
     what = "without weights; reserved: with expandable segments, native: without; basis: of sizes, of seconds"
     return f"{table([head, *rows], left=(0, 9))}\n sizes in {units.size}, {what}"

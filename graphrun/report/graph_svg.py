@@ -1,16 +1,19 @@
-"""A graph as one self-contained SVG picture, readable in dark and light: no script, no font, nothing from outside.
+"""A graph as one self-contained SVG picture, readable in dark and light: no script, no font,
+nothing from outside.
 
     +--------+  +--------------+
-    | prompt |  | text_encoder |      layer 0   data flow is on the left, in a straight line where it is a chain;
-    +---+----+  +------+-------+                components are on the right, one layer above their first stage
+    | prompt |  | text_encoder |      layer 0   data flow is on the left, in a straight line where
+    it is a chain; +---+----+  +------+-------+                components are on the right, one
+    layer above their first stage
         |   ...........:
     +---v--:-+
     | encode |                       layer 1
     +---+----+
         v
 
-Layers are the topological generations of the graph. An edge that spans several layers gets a bend in each. The order within
-layers comes from barycentre sweeps (Sugiyama, Tagawa and Toda, 1981); the one with the fewest crossings is kept.
+Layers are the topological generations of the graph. An edge that spans several layers gets a bend
+in each. The order within layers comes from barycentre sweeps (Sugiyama, Tagawa and Toda, 1981); the
+one with the fewest crossings is kept.
 """
 
 from __future__ import annotations
@@ -26,8 +29,19 @@ import networkx
 from graphrun.report.graph_text import lines
 from graphrun.report.svg import element, picture
 
-LINE, PADDING, GAP, BETWEEN, MARGIN = 17, 9.0, 18, 46, 20  # GAP: between boxes of a layer; BETWEEN: between layers
-CHARACTER, SMALLEST = 7.3, 76.0  # width of a character at 12 px, rather too wide than too narrow; width of the smallest box
+# GAP: between boxes of a layer; BETWEEN: between layers
+LINE, PADDING, GAP, BETWEEN, MARGIN = (
+    17,
+    9.0,
+    18,
+    46,
+    20,
+)
+# width of a character at 12 px, rather too wide than too narrow; width of the smallest box
+CHARACTER, SMALLEST = (
+    7.3,
+    76.0,
+)
 SWEEPS = 12
 
 _STYLE = """
@@ -51,14 +65,20 @@ text { fill: var(--soft); font: 12px system-ui, sans-serif; text-anchor: middle 
 .arrow { fill: var(--soft) }
 """
 _ROUND = {"stage": 8, "component": 2, "value": 22, "input": 0, "output": 0}
-_KEY = {"stage": "stage", "value": "value", "component": "component, its weights", "input": "input or output"}
+_KEY = {
+    "stage": "stage",
+    "value": "value",
+    "component": "component, its weights",
+    "input": "input or output",
+}
 
 
 @dataclass(slots=True, eq=False)
 class _Box:
     """A node, or a bend of an edge (no text, no size), with the coordinates of its centre.
 
-    ``side``: on the right, beside the data flow: a component or a bend of its edge. ``top``, ``bottom``: those of its layer.
+    ``side``: on the right, beside the data flow: a component or a bend of its edge. ``top``,
+    ``bottom``: those of its layer.
     """
 
     side: bool
@@ -76,17 +96,26 @@ def _box(node: str, of: dict[str, Any]) -> _Box:
     name, *others = lines(of)
     text = max(SMALLEST, 1.1 * (CHARACTER * len(name)), *(CHARACTER * len(line) for line in others))
     width = text + 2 * PADDING + (PADDING if of["kind"] == "value" else 0)
-    return _Box(of["kind"] == "component", node, [name, *others], width, LINE * (1 + len(others)) + 2 * PADDING - 4)
+    return _Box(
+        of["kind"] == "component",
+        node,
+        [name, *others],
+        width,
+        LINE * (1 + len(others)) + 2 * PADDING - 4,
+    )
 
 
 Layers = list[list[_Box]]
-Joined = Mapping[_Box, Mapping[_Box, object]]  # the neighbours of each box in the layer above, or in the layer below
+# the neighbours of each box in the layer above, or in the layer below
+Joined = Mapping[_Box, Mapping[_Box, object]]
 
 
 def graph_svg(graph: networkx.DiGraph, note: str = "") -> str:
-    """The picture of ``graph``, as `graphrun.report.graph_text.drawn` makes it, with ``note`` as a line below its title.
+    """The picture of ``graph``, as `graphrun.report.graph_text.drawn` makes it, with ``note`` as a
+    line below its title.
 
-    Each node is a ``<g data-node="stage:encode">``, with its exact bytes as ``data-bytes`` where they are known.
+    Each node is a ``<g data-node="stage:encode">``, with its exact bytes as ``data-bytes`` where
+    they are known.
     """
     layers, paths = _layered(graph)
     boxes = [box for layer in layers for box in layer]
@@ -101,7 +130,10 @@ def graph_svg(graph: networkx.DiGraph, note: str = "") -> str:
             box.x, box.y, box.top, box.bottom = box.x - left, top + height / 2, top, top + height
         top += height + BETWEEN
     right = max(box.x + box.width / 2 for box in boxes)
-    size = {"width": f"{max(right, CHARACTER * len(note), 480.0) + MARGIN:.0f}", "height": f"{top + MARGIN:.0f}"}
+    size = {
+        "width": f"{max(right, CHARACTER * len(note), 480.0) + MARGIN:.0f}",
+        "height": f"{top + MARGIN:.0f}",
+    }
     name, named = escape(graph.graph["name"]), {box.node: box for box in boxes}
     parts = [
         f'<title id="title">{name}</title><desc id="desc">{escape(_described(graph))}</desc><style>{_STYLE}</style>',
@@ -110,16 +142,29 @@ def graph_svg(graph: networkx.DiGraph, note: str = "") -> str:
         element("rect", class_="paper", **size),
         element("text", name, class_="name title", x=MARGIN, y=MARGIN + 10),
         element("text", escape(note), class_="note", x=MARGIN, y=MARGIN + 10 + LINE),
-        *(_edge(path, joined, tail, graph.edges[tail, head]["relation"], head) for (tail, head), path in paths.items()),
+        *(
+            _edge(path, joined, tail, graph.edges[tail, head]["relation"], head)
+            for (tail, head), path in paths.items()
+        ),
         *(_drawn(named[node], of) for node, of in graph.nodes(data=True)),
         *_key(top),
     ]
-    return picture(parts, f"0 0 {size['width']} {size['height']}", **size, role="img", aria_labelledby="title desc")
+    return picture(
+        parts,
+        f"0 0 {size['width']} {size['height']}",
+        **size,
+        role="img",
+        aria_labelledby="title desc",
+    )
 
 
 def _layered(graph: networkx.DiGraph) -> tuple[Layers, dict[tuple[str, str], list[_Box]]]:
     """The boxes and bends of each layer, and those along each edge."""
-    number = {node: layer for layer, nodes in enumerate(networkx.topological_generations(graph)) for node in nodes}
+    number = {
+        node: layer
+        for layer, nodes in enumerate(networkx.topological_generations(graph))
+        for node in nodes
+    }
     for node in graph:
         if not graph.pred[node] and graph.succ[node]:  # one layer above its first reader
             number[node] = min(number[head] for head in graph.succ[node]) - 1
@@ -138,7 +183,8 @@ def _layered(graph: networkx.DiGraph) -> tuple[Layers, dict[tuple[str, str], lis
 
 
 def _sweeps(layers: Layers, joined: networkx.DiGraph) -> Iterator[tuple[Layers, Joined]]:
-    """Layers downwards with the edges above each box, then upwards with those below it, and so on."""
+    """Layers downwards with the edges above each box, then upwards with those below it, and so
+    on."""
     for sweep in range(SWEEPS):
         yield (layers[::-1], joined.succ) if sweep % 2 else (layers, joined.pred)
 
@@ -148,33 +194,50 @@ def _order(layers: Layers, joined: networkx.DiGraph) -> None:
     place, found = dict[_Box, int](), []
     for swept, neighbours in ((layers, {}), *_sweeps(layers, joined)):
         for layer in swept:
-            means = {box: _mean([place[other] for other in neighbours.get(box, ())], place.get(box, 0)) for box in layer}
+            means = {
+                box: _mean([place[other] for other in neighbours.get(box, ())], place.get(box, 0))
+                for box in layer
+            }
             layer.sort(key=lambda box, means=means: (box.side, means[box]))  # type: ignore[misc]
             place |= {box: number for number, box in enumerate(layer)}
-        ends = ([(place[box], place[other]) for box in layer for other in joined.succ[box]] for layer in layers)
-        crossings = sum((a - c) * (b - d) < 0 for own in ends for (a, b), (c, d) in combinations(own, 2))
+        ends = (
+            [(place[box], place[other]) for box in layer for other in joined.succ[box]]
+            for layer in layers
+        )
+        crossings = sum(
+            (a - c) * (b - d) < 0 for own in ends for (a, b), (c, d) in combinations(own, 2)
+        )
         found.append((crossings, [list(layer) for layer in layers]))
     layers[:] = min(found, key=lambda each: each[0])[1]
 
 
 def _place(layers: Layers, joined: networkx.DiGraph) -> None:
-    """Sets ``x`` of each box: data flow close to its neighbours in other layers, components to the right of it."""
+    """Sets ``x`` of each box: data flow close to its neighbours in other layers, components to the
+    right of it."""
     for swept, neighbours in _sweeps(layers, joined):
         for layer in swept:
             flow = [box for box in layer if not box.side]
-            wanted = [_mean([other.x for other in neighbours[box] if not other.side], box.x) for box in flow]
+            wanted = [
+                _mean([other.x for other in neighbours[box] if not other.side], box.x)
+                for box in flow
+            ]
             for box, x in zip(flow, _apart(flow, wanted), strict=True):
                 box.x = x
     for layer in reversed(layers):
-        right = max((box.x + box.width / 2 + GAP for box in layer if not box.side), default=float("-inf"))
+        right = max(
+            (box.x + box.width / 2 + GAP for box in layer if not box.side), default=float("-inf")
+        )
         for box in layer:
             if box.side:
-                box.x = max(_mean([other.x for other in joined.succ[box]], box.x), right + box.width / 2)
+                box.x = max(
+                    _mean([other.x for other in joined.succ[box]], box.x), right + box.width / 2
+                )
                 right = box.x + box.width / 2 + GAP
 
 
 def _apart(boxes: Sequence[_Box], wanted: Sequence[float]) -> list[float]:
-    """Coordinates near ``wanted``, in the order of ``boxes``, at least `GAP` apart: the mean of pushing right and pushing left."""
+    """Coordinates near ``wanted``, in the order of ``boxes``, at least `GAP` apart: the mean of
+    pushing right and pushing left."""
     right, left = _pushed(boxes, wanted), _pushed(boxes[::-1], [-x for x in wanted[::-1]])
     return [(one - other) / 2 for one, other in zip(right, left[::-1], strict=True)]
 
@@ -186,7 +249,9 @@ def _pushed(boxes: Sequence[_Box], wanted: Sequence[float]) -> list[float]:
     return found
 
 
-def _edge(path: Sequence[_Box], joined: networkx.DiGraph, tail: str, relation: str, head: str) -> str:
+def _edge(
+    path: Sequence[_Box], joined: networkx.DiGraph, tail: str, relation: str, head: str
+) -> str:
     """The edge along ``path``: vertical within a layer, curved between layers."""
     drawing = ""
     for upper, lower in pairwise(path):
@@ -202,7 +267,8 @@ def _edge(path: Sequence[_Box], joined: networkx.DiGraph, tail: str, relation: s
 
 
 def _port(box: _Box, other: _Box, joined: Mapping[_Box, object]) -> float:
-    """The ``x`` at which the edge to ``other``, one of the ``joined`` neighbours on a side of ``box``, meets that side.
+    """The ``x`` at which the edge to ``other``, one of the ``joined`` neighbours on a side of
+    ``box``, meets that side.
 
     Data flow meets it around the middle, the components of a stage on the right.
     """
@@ -215,19 +281,36 @@ def _key(top: float) -> Iterator[str]:
     """The legend: one line at the bottom."""
     left = float(MARGIN)
     for kind, meaning in _KEY.items():
-        yield element("rect", class_=f"box {kind}", x=left, y=top - 14, width=14, height=12, rx=f"{_ROUND[kind] / 4:g}")
+        yield element(
+            "rect",
+            class_=f"box {kind}",
+            x=left,
+            y=top - 14,
+            width=14,
+            height=12,
+            rx=f"{_ROUND[kind] / 4:g}",
+        )
         yield element("text", meaning, class_="key", x=left + 20, y=top - 4)
         left += 20 + CHARACTER * len(meaning) + GAP
 
 
 def _drawn(box: _Box, of: Mapping[str, Any]) -> str:
     top, nbytes = box.y - box.height / 2, {"data_bytes": str(of["bytes"])} if "bytes" in of else {}
-    told = ", ".join(f"{name} {value}" for name, value in of.items() if name not in ("kind", "name", "also_read_by", "only"))
+    told = ", ".join(
+        f"{name} {value}"
+        for name, value in of.items()
+        if name not in ("kind", "name", "also_read_by", "only")
+    )
     place = {"x": box.x - box.width / 2, "y": top, "width": box.width, "height": box.height}
-    parts = [element("title", escape(told)), element("rect", class_=f"box {of['kind']}", **place, rx=_ROUND[of["kind"]])]
+    parts = [
+        element("title", escape(told)),
+        element("rect", class_=f"box {of['kind']}", **place, rx=_ROUND[of["kind"]]),
+    ]
     for number, line in enumerate(box.lines):
         name = {} if number else {"class_": "name"}
-        parts.append(element("text", escape(line), **name, x=box.x, y=top + PADDING + 9 + number * LINE))
+        parts.append(
+            element("text", escape(line), **name, x=box.x, y=top + PADDING + 9 + number * LINE)
+        )
     return element("g", "".join(parts), data_node=box.node, **nbytes)
 
 
@@ -236,7 +319,11 @@ def _described(graph: networkx.DiGraph) -> str:
     found, names = [], graph.nodes(data="name")
     for node, kind in graph.nodes(data="kind"):
         if kind == "stage":
-            words: dict[str, list[str]] = {"reads": [], "uses": [], "makes": [names[head] for head in graph.successors(node)]}
+            words: dict[str, list[str]] = {
+                "reads": [],
+                "uses": [],
+                "makes": [names[head] for head in graph.successors(node)],
+            }
             for tail, _, relation in graph.in_edges(node, data="relation"):
                 words[relation].append(names[tail])
             told = "; ".join(f"{verb} {', '.join(of)}" for verb, of in words.items() if of)

@@ -1,7 +1,9 @@
-"""A graph as text that other programs draw: Mermaid (what GitHub shows in Markdown) and DOT (Graphviz).
+"""A graph as text that other programs draw: Mermaid (what GitHub shows in Markdown) and DOT
+(Graphviz).
 
-`drawn` decides what a drawing of a graph shows, in `graphrun.report.graph_svg` too: stages, the components that they use, the
-values between them, outputs, and the inputs that have no default; without edges that longer paths imply.
+`drawn` decides what a drawing of a graph shows, in `graphrun.report.graph_svg` too: stages, the
+components that they use, the values between them, outputs, and the inputs that have no default;
+without edges that longer paths imply.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import networkx
 from graphrun.graph.nx import only_for, without_implied
 from graphrun.units import show_seconds, show_size
 
-# Mermaid's brackets around a label, and DOT's shape: a box, a cylinder, a stadium or ellipse, two parallelograms.
+# Mermaid's brackets around a label, and DOT's shape: a box, a cylinder, a stadium or ellipse, two
+# parallelograms.
 _SHAPES = {
     "stage": ("[", "]", "box"),
     "component": ("[(", ")]", "cylinder"),
@@ -25,12 +28,20 @@ _SHAPES = {
 
 
 def drawn(graph: networkx.DiGraph) -> networkx.DiGraph:
-    """The nodes and edges of ``graph``, as `graphrun.graph.nx.to_networkx` makes it, that a drawing shows.
+    """The nodes and edges of ``graph``, as `graphrun.graph.nx.to_networkx` makes it, that a drawing
+    shows.
 
-    Where there are several outputs, each gets the names of what only it needs as the attribute ``only``.
+    Where there are several outputs, each gets the names of what only it needs as the attribute
+    ``only``.
     """
     kept = graph.copy()
-    kept.remove_nodes_from([node for node, of in graph.nodes(data=True) if of["kind"] == "input" and not of["required"]])
+    kept.remove_nodes_from(
+        [
+            node
+            for node, of in graph.nodes(data=True)
+            if of["kind"] == "input" and not of["required"]
+        ]
+    )
     made = without_implied(kept)
     outputs = [of for _, of in made.nodes(data=True) if of["kind"] == "output"]
     for output in outputs if len(outputs) > 1 else ():
@@ -59,26 +70,34 @@ def lines(of: dict[str, Any]) -> list[str]:
 
 
 def mermaid(graph: networkx.DiGraph) -> str:
-    """``graph``, as `drawn` makes it, as a Mermaid flowchart: ``-->`` is data, ``-.->`` a component in use."""
-    numbers = {node: f"{of['kind']}{number}" for number, (node, of) in enumerate(graph.nodes(data=True))}
+    """``graph``, as `drawn` makes it, as a Mermaid flowchart: ``-->`` is data, ``-.->`` a component
+    in use."""
+    numbers = {
+        node: f"{of['kind']}{number}" for number, (node, of) in enumerate(graph.nodes(data=True))
+    }
     rows = ["flowchart TD", f"    accTitle: {_entities(graph.graph['name'])}"]
     for node, of in graph.nodes(data=True):
         left, right, _ = _SHAPES[of["kind"]]
         rows.append(f'    {numbers[node]}{left}"{"<br/>".join(map(_entities, lines(of)))}"{right}')
     for tail, head, relation in graph.edges(data="relation"):
-        rows.append(f"    {numbers[tail]} {'-.->' if relation == 'uses' else '-->'} {numbers[head]}")
+        rows.append(
+            f"    {numbers[tail]} {'-.->' if relation == 'uses' else '-->'} {numbers[head]}"
+        )
     return "\n".join(rows) + "\n"
 
 
 def dot(graph: networkx.DiGraph) -> str:
-    """``graph``, as `drawn` makes it, in Graphviz's language; a node's attribute ``bytes`` is exact, where it is known."""
+    """``graph``, as `drawn` makes it, in Graphviz's language; a node's attribute ``bytes`` is
+    exact, where it is known."""
     rows = [f"digraph {_quoted(graph.graph['name'])} {{", '  node [fontname="sans-serif"];']
     for node, of in graph.nodes(data=True):
         more = f" bytes={of['bytes']}" if "bytes" in of else ""
         label = "\\n".join(_quoted(line)[1:-1] for line in lines(of))
         rows.append(f'  {_quoted(node)} [shape={_SHAPES[of["kind"]][2]} label="{label}"{more}];')
     for tail, head, relation in graph.edges(data="relation"):
-        rows.append(f"  {_quoted(tail)} -> {_quoted(head)}{' [style=dashed]' if relation == 'uses' else ''};")
+        rows.append(
+            f"  {_quoted(tail)} -> {_quoted(head)}{' [style=dashed]' if relation == 'uses' else ''};"
+        )
     return "\n".join([*rows, "}"]) + "\n"
 
 
@@ -92,5 +111,6 @@ def _entities(text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """``text`` as a quoted string of DOT, in which a backslash and a quotation mark are escaped, and a line ends nowhere."""
+    """``text`` as a quoted string of DOT, in which a backslash and a quotation mark are escaped,
+    and a line ends nowhere."""
     return '"' + re.sub(r"[\x00-\x1f]", " ", text).replace("\\", "\\\\").replace('"', '\\"') + '"'

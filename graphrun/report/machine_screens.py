@@ -1,4 +1,5 @@
-"""Screens about this machine: ``graphrun doctor``, a verdict per row, and ``graphrun calibrate``, measured beside assumed."""
+"""Screens about this machine: ``graphrun doctor``, a verdict per row, and ``graphrun calibrate``,
+measured beside assumed."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from graphrun.units import show_size
 
 
 def calibrate_screen(found: Mapping[str, Any]) -> str:
-    """The result of `graphrun.profile.calibrate.measure_and_keep` as text. For a CPU there are no assumed figures."""
+    """The result of `graphrun.profile.calibrate.measure_and_keep` as text. For a CPU there are no
+    assumed figures."""
     rows, figures = [["", "measured", "assumed"]], found["figures"]
     for name, title, show in (
         ("h2d_bytes_per_second", "host to device, pinned", _bandwidth),
@@ -23,12 +25,27 @@ def calibrate_screen(found: Mapping[str, Any]) -> str:
         ("flops_per_second", "compute", _compute),
         ("context_bytes", "context", show_size),
     ):
-        rows.append([title, *(show(of[name]) if of is not None else "-" for of in (found["hardware"], found["assumed"]))])
-    single = ", ".join(f"{name} {_compute(figures[f'{name}_flops_per_second'])}" for name in ("matmul", "attention"))
+        rows.append(
+            [
+                title,
+                *(
+                    show(of[name]) if of is not None else "-"
+                    for of in (found["hardware"], found["assumed"])
+                ),
+            ]
+        )
+    single = ", ".join(
+        f"{name} {_compute(figures[f'{name}_flops_per_second'])}"
+        for name in ("matmul", "attention")
+    )
     if found["hardware"]["compiled_gain"]:
-        rows.append(["compiled blocks", f"{found['hardware']['compiled_gain']:.2f} times as fast", "-"])
+        rows.append(
+            ["compiled blocks", f"{found['hardware']['compiled_gain']:.2f} times as fast", "-"]
+        )
     title = f"profile {found['hardware']['name']}  measured in {found['measured_in_seconds']:.1f} s"
-    return "\n".join([title, "", table(rows, {0}), "", f" compute: {single}", f" saved in {found['path']}"])
+    return "\n".join(
+        [title, "", table(rows, {0}), "", f" compute: {single}", f" saved in {found['path']}"]
+    )
 
 
 def _bandwidth(bytes_per_second: float) -> str:
@@ -40,16 +57,28 @@ def _compute(flops: float) -> str:
 
 
 def doctor_screen(found: Mapping[str, Any], width: int = 80) -> str:
-    """The result of `graphrun.profile.doctor.examine` as text: a row per check with its verdict, and below it what to do."""
+    """The result of `graphrun.profile.doctor.examine` as text: a row per check with its verdict,
+    and below it what to do."""
     checks = found["checks"]
     wide = max(len(check["name"]) for check in checks)
     lines = []
     for check in checks:
         head = f" {check['verdict']:7}  {check['name']:{wide}}  "
-        fold = textwrap.TextWrapper(width, head, " " * len(head), break_long_words=False, break_on_hyphens=False)
+        fold = textwrap.TextWrapper(
+            width, head, " " * len(head), break_long_words=False, break_on_hyphens=False
+        )
         lines.append(fold.fill(check["text"]))
         lines += [f"{' ' * 10}next: {check['fix']}"] if check["fix"] else []
-    return "\n".join([*_verdict(found["device"], [check["name"] for check in checks if check["verdict"] == "problem"]), "", *lines])
+    return "\n".join(
+        [
+            *_verdict(
+                found["device"],
+                [check["name"] for check in checks if check["verdict"] == "problem"],
+            ),
+            "",
+            *lines,
+        ]
+    )
 
 
 def _verdict(device: Mapping[str, Any], problems: Sequence[str]) -> Iterator[str]:
@@ -57,6 +86,10 @@ def _verdict(device: Mapping[str, Any], problems: Sequence[str]) -> Iterator[str
     if (card := device["card"]) is not None:
         yield f"ready: {card['name']}, {show_size(card['free_bytes'])} of {show_size(card['total_bytes'])} free"
     else:
-        runs = "run on the simulated accelerator (--device sim)" if device["sim"] else "do not run here"
+        runs = (
+            "run on the simulated accelerator (--device sim)"
+            if device["sim"]
+            else "do not run here"
+        )
         yield f"no CUDA device: graphs can be planned for any card (--hardware),\nand {runs}"
     yield f"problems: {', '.join(problems)}" if problems else "no problems found"

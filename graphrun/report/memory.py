@@ -1,4 +1,5 @@
-"""The planned bytes of a slot by what they are for: the weights and the ring of each component, activation, values."""
+"""The planned bytes of a slot by what they are for: the weights and the ring of each component,
+activation, values."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from graphrun.units import round_up
 
 
 class Part(NamedTuple):
-    """``nbytes`` of a slot's peak. ``kind``: ``weights``, ``ring``, ``activation``, ``values``, or ``other``."""
+    """``nbytes`` of a slot's peak. ``kind``: ``weights``, ``ring``, ``activation``, ``values``, or
+    ``other``."""
 
     kind: str
     component: str  # empty for activation, values and other
@@ -19,26 +21,42 @@ class Part(NamedTuple):
 
 
 def parts_of(solution: Solution) -> list[list[Part]]:
-    """For each slot of the first run its parts, which sum to its planned peak; ``other`` is what the peak has beyond them."""
+    """For each slot of the first run its parts, which sum to its planned peak; ``other`` is what
+    the peak has beyond them."""
     problem, found = solution.chosen, list[list[Part]]()
 
     def numbered(component: str, blocks: Blocks) -> set[tuple[int, int]]:
         groups = problem.component(component).groups
         named = {group.name: number for number, group in enumerate(groups)}
         every = ((group.name, range(len(group.blocks))) for group in groups)
-        return {(named[name], index) for name, of in (every if blocks is None else blocks) for index in of}
+        return {
+            (named[name], index)
+            for name, of in (every if blocks is None else blocks)
+            for index in of
+        }
 
     held = {name: numbered(name, blocks) for name, blocks in solution.plan.finds}
     for slot, report in zip(solution.plan.slots, solution.simulation.slots, strict=True):
-        rings = {a.component: round_up(a.ring_bytes, ALLOCATION_BYTES) for a in slot.actions if isinstance(a, Stream)}
+        rings = {
+            a.component: round_up(a.ring_bytes, ALLOCATION_BYTES)
+            for a in slot.actions
+            if isinstance(a, Stream)
+        }
         for action in slot.actions:
             if isinstance(action, Load | Evict):
                 blocks = numbered(action.component, action.blocks)
                 before = held.get(action.component, set())
-                held[action.component] = before | blocks if isinstance(action, Load) else before - blocks
-        parts = [Part("weights", name, _bytes(solution, name, blocks)) for name, blocks in held.items()]
+                held[action.component] = (
+                    before | blocks if isinstance(action, Load) else before - blocks
+                )
+        parts = [
+            Part("weights", name, _bytes(solution, name, blocks)) for name, blocks in held.items()
+        ]
         parts += [Part("ring", name, nbytes) for name, nbytes in rings.items()]
-        parts += [Part("activation", "", report.working_bytes), Part("values", "", report.values_bytes)]
+        parts += [
+            Part("activation", "", report.working_bytes),
+            Part("values", "", report.values_bytes),
+        ]
         parts.append(Part("other", "", report.peak_bytes - sum(part.nbytes for part in parts)))
         found.append([part for part in parts if part.nbytes > 0])
     return found

@@ -1,4 +1,5 @@
-"""A run or a plan as a self-contained HTML page that needs no network, for small and large screens, dark and light.
+"""A run or a plan as a self-contained HTML page that needs no network, for small and large screens,
+dark and light.
 
 Numbers come from `simulate`, from the trace file, and from plans solved for other budgets.
 """
@@ -30,15 +31,26 @@ from graphrun.units import show_seconds, show_size
 
 
 def measured_in(data: Mapping[str, Any]) -> Trace:
-    """What the page shows of the trace that `Trace.to_json` wrote. Raises KeyError or TypeError for anything else."""
+    """What the page shows of the trace that `Trace.to_json` wrote. Raises KeyError or TypeError for
+    anything else."""
     names = ("phase", "part", "calls", "peak_bytes", "moved_bytes", "start_seconds", "end_seconds")
     slots = tuple(SlotTrace(*(slot[name] for name in names)) for slot in data["slots"])
     events = tuple(Event(**event) for event in data["events"])
-    return Trace(data["plan_digest"], data["device"], slots, events, data["baseline_bytes"], data["left_bytes"])
+    return Trace(
+        data["plan_digest"],
+        data["device"],
+        slots,
+        events,
+        data["baseline_bytes"],
+        data["left_bytes"],
+    )
 
 
-def report_page(solution: Solution, measured: Trace | None, points: Sequence[Point], made: Made | None = None) -> str:
-    """The HTML page: what was made, figures, timelines, phases, planned against measured, the frontier, the plan's text."""
+def report_page(
+    solution: Solution, measured: Trace | None, points: Sequence[Point], made: Made | None = None
+) -> str:
+    """The HTML page: what was made, figures, timelines, phases, planned against measured, the
+    frontier, the plan's text."""
     problem, simulation, applied = solution.problem, solution.simulation, solution.chosen
     colours = {component.name: number % 8 for number, component in enumerate(applied.components)}
     units = Units(simulation.peak_bytes, simulation.seconds)
@@ -54,17 +66,37 @@ def report_page(solution: Solution, measured: Trace | None, points: Sequence[Poi
         first = [event for event in events if event.slot < len(solution.plan.slots)]
         title = f"{name}: disk reads, copies, compute and memory"
         drawn = timeline_svg(first, slots, parts, problem.effective_bytes, colours, title)
-        sections.append(f'<h2>{name}</h2><p class="swipe">scroll sideways →</p><div class="wide">{drawn}</div>')
+        sections.append(
+            f'<h2>{name}</h2><p class="swipe">scroll sideways →</p><div class="wide">{drawn}</div>'
+        )
     sections.append(_phases(applied, simulation.slots, units))
     if measured:
-        titles = (f"peak {units.size} planned", "measured", f"moved {units.size} planned", "measured", f"{units.time} planned")
-        rows = [units.row(pair[1].name, *beside_cells([pair])) for pair in measured.beside(simulation.slots)]
+        titles = (
+            f"peak {units.size} planned",
+            "measured",
+            f"moved {units.size} planned",
+            "measured",
+            f"{units.time} planned",
+        )
+        rows = [
+            units.row(pair[1].name, *beside_cells([pair]))
+            for pair in measured.beside(simulation.slots)
+        ]
         sections.append(_table("Planned against measured", ("slot", *titles, "measured"), rows))
     if points:
-        drawn = frontier_svg(problem, [("", points)], marked_bytes=min(problem.budget_bytes, problem.hardware.capacity_bytes))
+        drawn = frontier_svg(
+            problem,
+            [("", points)],
+            marked_bytes=min(problem.budget_bytes, problem.hardware.capacity_bytes),
+        )
         sections.append(f'<h2>Time against budget</h2><div class="wide frontier">{drawn}</div>')
-    for title, text in (("The plan as text", str(solution.plan)), ("The plan's screen", plan_screen(solution))):
-        sections.append(f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>")
+    for title, text in (
+        ("The plan as text", str(solution.plan)),
+        ("The plan's screen", plan_screen(solution)),
+    ):
+        sections.append(
+            f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"
+        )
     style = files("graphrun.report").joinpath("page.css").read_text(encoding="utf-8")
     title = f"{problem.graph} on {problem.hardware.name} within {show_size(problem.budget_bytes)}"
     return PAGE.format(title=escape(title), style=style, body="\n".join(sections))
@@ -80,7 +112,8 @@ def planned_slots(reports: Sequence[SlotReport]) -> tuple[SlotTrace, ...]:
 
 
 class Made(NamedTuple):
-    """What a run made, of what: inputs, versions, digest of the plan; when, and the pictures as data URIs.
+    """What a run made, of what: inputs, versions, digest of the plan; when, and the pictures as
+    data URIs.
 
     ``outside``: names of files that are not shown, since they lie outside the trace's folder."""
 
@@ -93,10 +126,11 @@ class Made(NamedTuple):
 
 
 def made_in(data: Mapping[str, Any], folder: Path) -> Made | None:
-    """Return what the trace file ``data`` in ``folder`` says about its outputs; None if it says nothing.
+    """Return what the trace file ``data`` in ``folder`` says about its outputs; None if it says
+    nothing.
 
-    Pictures that no longer exist are left out. Those outside ``folder``, also through a link, are named and
-    not read: a trace from elsewhere must not put files of this machine into a page."""
+    Pictures that no longer exist are left out. Those outside ``folder``, also through a link, are
+    named and not read: a trace from elsewhere must not put files of this machine into a page."""
     record = data.get("made")
     if not isinstance(record, dict):
         return None
@@ -104,11 +138,19 @@ def made_in(data: Mapping[str, Any], folder: Path) -> Made | None:
     inside = [name for name in names if (folder / name).resolve().is_relative_to(folder.resolve())]
     pictures = [picture for name in inside if (picture := _thumbnail(folder / name))]
     outside = tuple(name for name in names if name not in inside)
-    return Made(dict(record["inputs"]), dict(record["versions"]), str(record["plan"]), str(record["date"]), pictures, outside)
+    return Made(
+        dict(record["inputs"]),
+        dict(record["versions"]),
+        str(record["plan"]),
+        str(record["date"]),
+        pictures,
+        outside,
+    )
 
 
 def _thumbnail(path: Path) -> str:
-    """The picture at ``path`` as a data URI of at most 512 pixels a side; empty where it is none."""
+    """The picture at ``path`` as a data URI of at most 512 pixels a side; empty where it is
+    none."""
     from PIL import Image
 
     if path.suffix.lower() not in PICTURES or not path.is_file():
@@ -126,7 +168,11 @@ def _thumbnail(path: Path) -> str:
 def _made(made: Made) -> str:
     """The pictures, the prompt, and a line each for the other inputs, the versions, the plan."""
     inputs = {name: value for name, value in made.inputs.items() if name != "prompt"}
-    rows = [("prompt", str(made.inputs.get("prompt", ""))), ("made", made.date), ("inputs", _pairs(inputs))]
+    rows = [
+        ("prompt", str(made.inputs.get("prompt", ""))),
+        ("made", made.date),
+        ("inputs", _pairs(inputs)),
+    ]
     rows += [("versions", _pairs(made.versions)), ("plan", made.plan)]
     rows += [("not shown, outside the trace's folder", ", ".join(made.outside))]
     shown = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in rows if text)
@@ -142,27 +188,52 @@ def _cards(solution: Solution, simulation: Simulation, measured: Trace | None) -
     problem = solution.problem
     cards = [
         ("predicted", show_seconds(simulation.seconds), proof(solution)),
-        ("peak", show_size(simulation.peak_bytes), f"of {show_size(problem.effective_bytes)} for tensors"),
-        ("moved in", show_size(simulation.moved_bytes), f"{show_seconds(simulation.compute_seconds)} of compute"),
+        (
+            "peak",
+            show_size(simulation.peak_bytes),
+            f"of {show_size(problem.effective_bytes)} for tensors",
+        ),
+        (
+            "moved in",
+            show_size(simulation.moved_bytes),
+            f"{show_seconds(simulation.compute_seconds)} of compute",
+        ),
         ("host peak", show_size(simulation.host_peak_bytes), f"of {show_size(problem.ram_bytes)}"),
     ]
     if problem.runs > 1:
-        cards.append(("every further run", show_seconds(simulation.again_seconds), f"session of {problem.runs} runs"))
+        cards.append(
+            (
+                "every further run",
+                show_seconds(simulation.again_seconds),
+                f"session of {problem.runs} runs",
+            )
+        )
     if measured:
         clock = "virtual clock" if measured.device == "sim" else "on the card"
         cards += [
             ("measured", show_seconds(measured.seconds), clock),
-            ("measured peak", show_size(measured.peak_bytes), f"left on the device: {show_size(measured.left_bytes)}"),
+            (
+                "measured peak",
+                show_size(measured.peak_bytes),
+                f"left on the device: {show_size(measured.left_bytes)}",
+            ),
         ]
     rows = "".join(
-        f"<div><b>{escape(big)}</b><span>{escape(name)}</span><small>{escape(note)}</small></div>" for name, big, note in cards
+        f"<div><b>{escape(big)}</b><span>{escape(name)}</span><small>{escape(note)}</small></div>"
+        for name, big, note in cards
     )
     return f'<div class="cards">{rows}</div>'
 
 
 def _legend(colours: Mapping[str, int]) -> str:
-    patches = {c: element("rect", class_=f"c{number}", width=10, height=10) for c, number in colours.items()}
-    items = "".join(f"<span>{element('svg', patch, viewBox='0 0 10 10')}{escape(c)}</span>" for c, patch in patches.items())
+    patches = {
+        c: element("rect", class_=f"c{number}", width=10, height=10)
+        for c, number in colours.items()
+    }
+    items = "".join(
+        f"<span>{element('svg', patch, viewBox='0 0 10 10')}{escape(c)}</span>"
+        for c, patch in patches.items()
+    )
     shades = {
         "copied or computed": "c0",
         "streamed, or read from disk": "c0 stream",
@@ -171,9 +242,14 @@ def _legend(colours: Mapping[str, int]) -> str:
         "values, rest of pages": "values",
         "nothing computes": "lane waits",
     }
-    patches = {title: element("rect", class_=kind, width=10, height=10) for title, kind in shades.items()}
+    patches = {
+        title: element("rect", class_=kind, width=10, height=10) for title, kind in shades.items()
+    }
     patches["budget for tensors"] = element("path", class_="budget", d="M0 5H10")
-    shown = "".join(f"<span>{element('svg', of, viewBox='0 0 10 10')}{escape(title)}</span>" for title, of in patches.items())
+    shown = "".join(
+        f"<span>{element('svg', of, viewBox='0 0 10 10')}{escape(title)}</span>"
+        for title, of in patches.items()
+    )
     return f'<div class="legend">{items}</div><div class="legend">{shown}</div>'
 
 
@@ -188,7 +264,9 @@ def _phases(applied: Problem, reports: Sequence[SlotReport], units: Units) -> st
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     titles = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
+    )
     whole = f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
     return f'<h2>{title}</h2><div class="wide">{whole}</div>'
 

@@ -1,6 +1,8 @@
-"""A preview of the picture while it is denoised: the three principal components of the latents as red, green and blue.
+"""A preview of the picture while it is denoised: the three principal components of the latents as
+red, green and blue.
 
-It needs no VAE and no figures of a model: composition and edges are visible, the colours are not the picture's.
+It needs no VAE and no figures of a model: composition and edges are visible, the colours are not
+the picture's.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ PIXELS = 512  # of the longer side
 
 
 class Preview:
-    """A journal of loops (`graphrun.ops.steps.Journal`) that saves nothing but a picture of the latents every few steps.
+    """A journal of loops (`graphrun.ops.steps.Journal`) that saves nothing but a picture of the
+    latents every few steps.
 
-    ``inputs``: those of the run; ``height`` and ``width`` among them tell the shape of latents that are packed into a sequence.
+    ``inputs``: those of the run; ``height`` and ``width`` among them tell the shape of latents that
+    are packed into a sequence.
     """
 
     def __init__(self, path: Path, inputs: Mapping[str, Any]) -> None:
@@ -39,7 +43,8 @@ class Preview:
 
 
 def preview_of(latents: Any, aspect: float) -> Any:
-    """The first latents of a batch as a PIL image: [B, C, H, W], [B, C, F, H, W] (the middle frame) or [B, H * W, C]."""
+    """The first latents of a batch as a PIL image: [B, C, H, W], [B, C, F, H, W] (the middle frame)
+    or [B, H * W, C]."""
     import torch
     from PIL import Image
 
@@ -52,11 +57,14 @@ def preview_of(latents: Any, aspect: float) -> Any:
         one = one[: height * width].T.reshape(-1, height, width)
     flat = one.flatten(1) - one.flatten(1).mean(1, keepdim=True)
     _, axes = torch.linalg.eigh(flat @ flat.T)
-    axes = axes[:, -3:].flip(1) * axes[:, -3:].flip(1).sum(0).sign()  # else the sign of an axis is arbitrary
+    # else the sign of an axis is arbitrary
+    axes = axes[:, -3:].flip(1) * axes[:, -3:].flip(1).sum(0).sign()
     shown = axes.T @ flat
     shown = shown / (2 * shown.std(1, keepdim=True) + 1e-12)
     pixels = ((shown.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).reshape(-1, *one.shape[1:])
     pixels = pixels if len(pixels) == 3 else pixels[:1].expand(3, -1, -1)
     image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
     scale = PIXELS / max(image.size)
-    return image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
+    return image.resize(
+        (round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC
+    )

@@ -1,7 +1,7 @@
 """The progress of a run or a batch, with the remaining time: a bar on a terminal, lines elsewhere.
 
-Remaining time = predicted seconds of the remaining work * (measured / predicted seconds of the work done); in a loop the measured
-seconds of a step * remaining steps, and so for the work after it.
+Remaining time = predicted seconds of the remaining work * (measured / predicted seconds of the work
+done); in a loop the measured seconds of a step * remaining steps, and so for the work after it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ from graphrun.units import show_seconds, show_size
 
 Say = Callable[[str], None]
 Clock = Callable[[], float]
-STATE = ".value"  # of the files in which outputs of an item wait for those of the others (`graphrun.batch.items`)
+# of the files in which outputs of an item wait for those of the others (`graphrun.batch.items`)
+STATE = ".value"
 
 
 class Shown:
-    """Predicted work beside a clock, as a bar on a terminal and as lines elsewhere. A context manager.
+    """Predicted work beside a clock, as a bar on a terminal and as lines elsewhere. A context
+    manager.
 
-    ``total_seconds`` and ``done_seconds`` are predicted seconds of work. ``say`` gets the lines; None: nothing is shown. What is
-    written to stderr while the bar is there goes above it.
+    ``total_seconds`` and ``done_seconds`` are predicted seconds of work. ``say`` gets the lines;
+    None: nothing is shown. What is written to stderr while the bar is there goes above it.
     """
 
-    def __init__(self, total_seconds: float, say: Say | None, clock: Clock = time.perf_counter) -> None:
+    def __init__(
+        self, total_seconds: float, say: Say | None, clock: Clock = time.perf_counter
+    ) -> None:
         self.say, self._clock, console = say, clock, Console(stderr=True)
         self.begin(total_seconds)
         hidden = say is None or not console.is_terminal
@@ -48,11 +52,13 @@ class Shown:
         self._bar.stop()
 
     def begin(self, total_seconds: float) -> None:
-        """Starts the clock: what happened before (building modules) is not part of the prediction."""
+        """Starts the clock: what happened before (building modules) is not part of the
+        prediction."""
         self.total_seconds, self.done_seconds, self._start = total_seconds, 0.0, self._clock()
 
     def seconds_for(self, predicted_seconds: float) -> float:
-        """Seconds that work of so many predicted seconds takes at the pace so far, or as predicted where nothing is done yet."""
+        """Seconds that work of so many predicted seconds takes at the pace so far, or as predicted
+        where nothing is done yet."""
         pace = (self._clock() - self._start) / self.done_seconds if self.done_seconds > 0 else 1.0
         return max(0.0, predicted_seconds) * pace
 
@@ -76,19 +82,28 @@ LINE_SECONDS = 10.0  # at most so often a step is said where there is no termina
 
 
 class Progress(Shown):
-    """The progress of one run by ``plan``, called with (slot, call, calls) at the start of each call.
+    """The progress of one run by ``plan``, called with (slot, call, calls) at the start of each
+    call.
 
-    ``simulation`` predicts the seconds. ``say`` gets a line for each phase, and for its steps at most every `LINE_SECONDS`.
-    Seconds per step are measured from the second step on, since the first one may wait for weights. On the simulated device
-    predictions are in virtual seconds: only steps have a remaining time.
+    ``simulation`` predicts the seconds. ``say`` gets a line for each phase, and for its steps at
+    most every `LINE_SECONDS`. Seconds per step are measured from the second step on, since the
+    first one may wait for weights. On the simulated device predictions are in virtual seconds: only
+    steps have a remaining time.
     """
 
-    def __init__(self, plan: Plan, simulation: Simulation, say: Say | None, clock: Clock = time.perf_counter) -> None:
+    def __init__(
+        self, plan: Plan, simulation: Simulation, say: Say | None, clock: Clock = time.perf_counter
+    ) -> None:
         self.slots, self.seconds = plan.slots, [slot.seconds for slot in simulation.slots]
         self._virtual = simulation.problem.hardware.device == "sim"
         self.last, self._at = "", ("", -1)  # the phase and the step shown last
-        self._steps = {int(text) for name, text in simulation.problem.settings if name in STEPS and text.isdigit()}
-        self._said = self._second = 0.0  # when the last line was said, and when the phase's second step began
+        self._steps = {
+            int(text)
+            for name, text in simulation.problem.settings
+            if name in STEPS and text.isdigit()
+        }
+        # when the last line was said, and when the phase's second step began
+        self._said = self._second = 0.0
         super().__init__(sum(self.seconds), say, clock)
 
     def __call__(self, slot: int, call: int, calls: int) -> None:
@@ -106,7 +121,11 @@ class Progress(Shown):
             self._second = now
         elif steps > 1 and step > 2:
             each = (now - self._second) / (step - 2)
-            after = sum(of for of, own in zip(self.seconds[slot:], self.slots[slot:], strict=True) if own.phase != phase)
+            after = sum(
+                of
+                for of, own in zip(self.seconds[slot:], self.slots[slot:], strict=True)
+                if own.phase != phase
+            )
             rest = 0.0 if self._virtual else self.seconds_for(after)
             left = f", {each:.1f} s/it, {clocked((steps - step + 1) * each + rest)} left"
         left = left or ("" if self._virtual else f", {self.left}")
@@ -116,11 +135,17 @@ class Progress(Shown):
             self._line(f"  {self.last}{left}")
 
     def _step(self, slot: int, call: int) -> tuple[int, int]:
-        """The step that this call of the slot belongs to, 0 before the first one, and the steps of its phase.
+        """The step that this call of the slot belongs to, 0 before the first one, and the steps of
+        its phase.
 
-        They are as many as the graph's input says where the phase's calls are a multiple of them, else its calls.
+        They are as many as the graph's input says where the phase's calls are a multiple of them,
+        else its calls.
         """
-        of_phase = [(number, of.calls) for number, of in enumerate(self.slots) if of.phase == self.slots[slot].phase]
+        of_phase = [
+            (number, of.calls)
+            for number, of in enumerate(self.slots)
+            if of.phase == self.slots[slot].phase
+        ]
         done = sum(calls for number, calls in of_phase if number < slot) + call
         total = sum(calls for _, calls in of_phase)
         steps = next((steps for steps in self._steps if steps and total % steps == 0), total)
@@ -128,9 +153,11 @@ class Progress(Shown):
 
 
 class DownloadProgress(Shown):
-    """The progress of a download, called with what is done, the bytes done, and the bytes in all (`graphrun.modules.hub.Progress`).
+    """The progress of a download, called with what is done, the bytes done, and the bytes in all
+    (`graphrun.modules.hub.Progress`).
 
-    Bytes per second and the time left are of this call of the command: what an earlier one had downloaded took no time.
+    Bytes per second and the time left are of this call of the command: what an earlier one had
+    downloaded took no time.
     """
 
     def __init__(self, name: str, say: Say | None, clock: Clock = time.perf_counter) -> None:
@@ -155,7 +182,8 @@ class DownloadProgress(Shown):
 class BatchProgress(Shown):
     """The progress of a batch, with the methods of `graphrun.batch.watch.Watcher`.
 
-    Shows a line per run with its stages, the mean seconds of a run and the remaining time; on a terminal a bar.
+    Shows a line per run with its stages, the mean seconds of a run and the remaining time; on a
+    terminal a bar.
     """
 
     def __init__(self, requests: int, say: Say | None, clock: Clock = time.perf_counter) -> None:
@@ -168,7 +196,9 @@ class BatchProgress(Shown):
         """A schedule begins."""
         self.begin(schedule.seconds)
         predicted = show_seconds(schedule.seconds)
-        self._line(f"  {schedule.requests} of {self.requests} requests, {schedule.name}: predicted {predicted}")
+        self._line(
+            f"  {schedule.requests} of {self.requests} requests, {schedule.name}: predicted {predicted}"
+        )
 
     def segment(self, segment: Any, runs: int) -> None:
         """A session of ``runs`` runs begins."""
@@ -178,7 +208,11 @@ class BatchProgress(Shown):
 
     def run(self, segment: Any, request: Any) -> Callable[[int, int, int], None]:
         """A run begins. Returns its progress callback."""
-        rate = f", {show_seconds((self._clock() - self._segment_start) / self._begun)} each" if self._begun else ""
+        rate = (
+            f", {show_seconds((self._clock() - self._segment_start) / self._begun)} each"
+            if self._begun
+            else ""
+        )
         simulation = segment.solution.simulation
         slots = simulation.again if self._begun and simulation.again else simulation.slots
         self._begun += 1
@@ -189,7 +223,10 @@ class BatchProgress(Shown):
         def called(slot: int, call: int, calls: int) -> None:
             slot = min(slot, len(slots) - 1)  # a replan of the remainder may have more slots
             step = f" {slots[slot].phase} {call}/{calls}" if calls > 1 else ""
-            self._reach(before + seconds_before(seconds, slot, call, calls), f"{run}{step}{rate}, {self.left}")
+            self._reach(
+                before + seconds_before(seconds, slot, call, calls),
+                f"{run}{step}{rate}, {self.left}",
+            )
 
         return called
 
@@ -211,15 +248,22 @@ class BatchProgress(Shown):
 
     def restarts(self, stage: str, why: str) -> None:
         """A loop restarts at its first step after an interruption."""
-        self._line(f"  {stage} restarts at its first step after an interruption: {why}", always=True)
+        self._line(
+            f"  {stage} restarts at its first step after an interruption: {why}", always=True
+        )
 
 
 def seconds_before(seconds: Sequence[float], slot: int, call: int, calls: int) -> float:
-    """Predicted seconds before call ``call`` (from 1) of ``calls`` in slot number ``slot``; ``seconds`` are those of the slots."""
+    """Predicted seconds before call ``call`` (from 1) of ``calls`` in slot number ``slot``;
+    ``seconds`` are those of the slots."""
     return sum(seconds[:slot]) + (seconds[slot] * max(0, call - 1) / calls if calls else 0.0)
 
 
 def clocked(seconds: float) -> str:
     """``1:06``, ``0:04``, ``2:05:00``."""
     minutes, second = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{second:02}" if minutes >= 60 else f"{minutes}:{second:02}"
+    return (
+        f"{minutes // 60}:{minutes % 60:02}:{second:02}"
+        if minutes >= 60
+        else f"{minutes}:{second:02}"
+    )

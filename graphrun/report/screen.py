@@ -1,4 +1,5 @@
-"""The screens of ``plan``, ``explain``, ``check`` and ``run`` as text: tables, a timeline, slots, planned and measured numbers."""
+"""The screens of ``plan``, ``explain``, ``check`` and ``run`` as text: tables, a timeline, slots,
+planned and measured numbers."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ Held = Sequence[tuple[str, Blocks]]  # components with their blocks on the devic
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a screen is shown: its columns, whether it has all figures, what a run makes, the line with the next command, a note on
-    the budget."""
+    """How a screen is shown: its columns, whether it has all figures, what a run makes, the line
+    with the next command, a note on the budget."""
 
     width: int = 80
     verbose: bool = False
@@ -34,7 +35,13 @@ class Look:
 
     def first(self, verdict: str) -> str:
         """The first lines: ``verdict``, the next command, and the note."""
-        return "\n".join((self.folded(verdict), *self.next_lines, *([self.folded(self.note)] if self.note else [])))
+        return "\n".join(
+            (
+                self.folded(verdict),
+                *self.next_lines,
+                *([self.folded(self.note)] if self.note else []),
+            )
+        )
 
     @property
     def next_lines(self) -> list[str]:
@@ -44,14 +51,23 @@ class Look:
     def folded(self, *lines: str) -> str:
         """``lines`` folded at the width."""
         folded = (
-            textwrap.fill(line, self.width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+            textwrap.fill(
+                line,
+                self.width,
+                subsequent_indent="  ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
             for line in lines
         )
         return "\n".join(folded)
 
 
-def plan_screen(solution: Solution, solve_seconds: float | None = None, look: Look | None = None) -> str:
-    """What ``graphrun plan`` shows: whether it fits, a row per phase, and where each component is when.
+def plan_screen(
+    solution: Solution, solve_seconds: float | None = None, look: Look | None = None
+) -> str:
+    """What ``graphrun plan`` shows: whether it fits, a row per phase, and where each component is
+    when.
 
     With all figures also the totals, all columns, and why components are streamed.
     """
@@ -66,9 +82,14 @@ def plan_screen(solution: Solution, solve_seconds: float | None = None, look: Lo
         timeline(problem, plan.slots, plan.finds, look.width),
     ]
     if plan.again:
-        parts += [f"every further run: {show_seconds(simulation.again_seconds)}", phases(problem, simulation.again, look.width)]
+        parts += [
+            f"every further run: {show_seconds(simulation.again_seconds)}",
+            phases(problem, simulation.again, look.width),
+        ]
         parts.append(timeline(problem, plan.again, plan.leaves, look.width))
-    parts.append(_why(solution) if look.verbose else " -v shows all figures, and why components are streamed")
+    parts.append(
+        _why(solution) if look.verbose else " -v shows all figures, and why components are streamed"
+    )
     return "\n\n".join(part for part in parts if part)
 
 
@@ -78,10 +99,24 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
     peak = max(simulation.slots, key=lambda slot: slot.peak_bytes)
     exposed = max(0.0, simulation.seconds - simulation.compute_seconds)
     solved = f", {show_seconds(solve_seconds)} to solve" if solve_seconds is not None else ""
-    terms = ((overhead, " context and workspace"), (problem.reserve_bytes, " reserve"), (problem.effective_bytes, ""))
-    parts = [f"{gib(nbytes) if overhead else show_size(nbytes)}{name}" for nbytes, name in terms if nbytes]
-    budget = " = ".join([show_size(problem.budget_bytes), *([" + ".join(parts)] if len(parts) > 1 else [])])
-    session = f"; {problem.runs} runs take {show_seconds(simulation.total_seconds)}" if problem.runs > 1 else ""
+    terms = (
+        (overhead, " context and workspace"),
+        (problem.reserve_bytes, " reserve"),
+        (problem.effective_bytes, ""),
+    )
+    parts = [
+        f"{gib(nbytes) if overhead else show_size(nbytes)}{name}"
+        for nbytes, name in terms
+        if nbytes
+    ]
+    budget = " = ".join(
+        [show_size(problem.budget_bytes), *([" + ".join(parts)] if len(parts) > 1 else [])]
+    )
+    session = (
+        f"; {problem.runs} runs take {show_seconds(simulation.total_seconds)}"
+        if problem.runs > 1
+        else ""
+    )
     return "\n".join(
         (
             f"plan {subject(problem)}",
@@ -106,18 +141,32 @@ def _subject(solution: Solution, look: Look) -> str:
     reserve = f", {show_size(problem.reserve_bytes)} reserve" if problem.reserve_bytes else ""
     proven = proof(solution)
     plan = f"{budgets}{reserve}; RAM {show_size(problem.ram_bytes)}; {regime(problem)}; {proven}"
-    return look.folded(f"plan {subject(problem)}", plan, *_helpers(problem, solution.simulation), *_choices(solution))
+    return look.folded(
+        f"plan {subject(problem)}",
+        plan,
+        *_helpers(problem, solution.simulation),
+        *_choices(solution),
+    )
 
 
 def _choices(solution: Solution) -> list[str]:
-    """Lines with the directives, the precomputed values, what the plan chose (options, order, layers), finds and leaves."""
+    """Lines with the directives, the precomputed values, what the plan chose (options, order,
+    layers), finds and leaves."""
     problem = solution.problem
     chosen = [f"{stage} with {name}" for stage, name in solution.plan.options]
-    chosen += [f"stages in the order {' '.join(solution.plan.order)}"] if solution.plan.order else []
-    layered = [component.name for component in problem.components if component.granularity == "layers"]
+    chosen += (
+        [f"stages in the order {' '.join(solution.plan.order)}"] if solution.plan.order else []
+    )
+    layered = [
+        component.name for component in problem.components if component.granularity == "layers"
+    ]
     return [
         *listed("directives", directives(problem)),
-        *listed("precomputed", problem.precomputed, ": outputs of earlier runs, neither planned nor loaded"),
+        *listed(
+            "precomputed",
+            problem.precomputed,
+            ": outputs of earlier runs, neither planned nor loaded",
+        ),
         *listed("chosen", chosen),
         *listed("split into layers", layered, ": blocks do not fit, or are slower"),
         *found_and_left(solution),
@@ -133,7 +182,11 @@ def subject(problem: Problem, without: str = "") -> str:
 def found_and_left(solution: Solution) -> list[str]:
     """What a run finds on the device, and what each run of a session leaves there."""
     pairs = (("finds", solution.plan.finds), ("leaves", solution.plan.leaves))
-    return [line for title, of in pairs for line in listed(title, [f"{name} {blocks_text(blocks)}" for name, blocks in of])]
+    return [
+        line
+        for title, of in pairs
+        for line in listed(title, [f"{name} {blocks_text(blocks)}" for name, blocks in of])
+    ]
 
 
 def listed(title: str, names: Sequence[str], note: str = "") -> list[str]:
@@ -157,8 +210,14 @@ def proof(solution: Solution) -> str:
 
 def _host(problem: Problem, simulation: Simulation) -> str:
     """The line with the peak in RAM, and the bytes read from disk."""
-    locked = f", {show_size(simulation.pinned_peak_bytes)} page-locked" if simulation.pinned_peak_bytes else ""
-    limit = f" (at most {show_size(problem.pinned_bytes)})" if problem.pinned_bytes is not None else ""
+    locked = (
+        f", {show_size(simulation.pinned_peak_bytes)} page-locked"
+        if simulation.pinned_peak_bytes
+        else ""
+    )
+    limit = (
+        f" (at most {show_size(problem.pinned_bytes)})" if problem.pinned_bytes is not None else ""
+    )
     read = sum(slot.disk_bytes_read for slot in simulation.slots)
     reads = f"reads {show_size(read)} from disk" if read else "reads nothing from disk"
     spare = show_size(problem.ram_bytes - simulation.host_peak_bytes)
@@ -166,8 +225,8 @@ def _host(problem: Problem, simulation: Simulation) -> str:
 
 
 def _helpers(problem: Problem, simulation: Simulation) -> list[str]:
-    """A line for each helper: its budget, its peak, and what computes on it. ``problem`` has one variant per component, or several:
-    then those of the simulation count."""
+    """A line for each helper: its budget, its peak, and what computes on it. ``problem`` has one
+    variant per component, or several: then those of the simulation count."""
     found = []
     for number, helper in enumerate(problem.helpers, 1):
         peak = max(slot.helper_peaks[number - 1] for slot in (*simulation.slots, *simulation.again))
@@ -180,20 +239,41 @@ def _helpers(problem: Problem, simulation: Simulation) -> list[str]:
 
 
 def _phases_in_short(problem: Problem, reports: Sequence[SlotReport], width: int) -> str:
-    units = Units(max(report.peak_bytes for report in reports), sum(report.seconds for report in reports))
-    rows = [["#", "phase", "calls", "resident", "peak", "streamed", f"takes {units.time}", f"waits {units.time}"]]
+    units = Units(
+        max(report.peak_bytes for report in reports), sum(report.seconds for report in reports)
+    )
+    rows = [
+        [
+            "#",
+            "phase",
+            "calls",
+            "resident",
+            "peak",
+            "streamed",
+            f"takes {units.time}",
+            f"waits {units.time}",
+        ]
+    ]
     for number, phase in enumerate(problem.phases):
         slots, cells = phase_cells(problem, phase, reports)
-        sizes = (cells[PHASE_HEAD.index(name)] for name in ("calls", "resident", "peak", "streamed"))
-        seconds, waits = (sum((getattr(slot, name) for slot in slots), 0.0) for name in ("seconds", "stall_seconds"))
+        sizes = (
+            cells[PHASE_HEAD.index(name)] for name in ("calls", "resident", "peak", "streamed")
+        )
+        seconds, waits = (
+            sum((getattr(slot, name) for slot in slots), 0.0)
+            for name in ("seconds", "stall_seconds")
+        )
         rows.append(units.row(str(number), phase.name, *sizes, seconds, waits))
     return (
-        table(rows, left=(1,), width=width) + f"\n sizes in {units.size}; streamed: passes through a ring; waits: nothing computes"
+        table(rows, left=(1,), width=width)
+        + f"\n sizes in {units.size}; streamed: passes through a ring; waits: nothing computes"
     )
 
 
 def _phases(problem: Problem, reports: Sequence[SlotReport], width: int) -> str:
-    units = Units(max(report.peak_bytes for report in reports), sum(report.seconds for report in reports))
+    units = Units(
+        max(report.peak_bytes for report in reports), sum(report.seconds for report in reports)
+    )
     rows = [["#", *PHASE_HEAD, f"load {units.time}", f"run {units.time}"]]
     for number, phase in enumerate(problem.phases):
         slots, cells = phase_cells(problem, phase, reports)
@@ -206,19 +286,47 @@ def _phases(problem: Problem, reports: Sequence[SlotReport], width: int) -> str:
     )
 
 
-TERMS = ("resident_bytes", "ring_bytes", "working_bytes", "values_bytes")  # of a SlotReport: they sum to its peak
-PHASE_HEAD = ("phase", "calls", "resident", "ring", "activation", "values", "peak", "headroom", "streamed")
+# of a SlotReport: they sum to its peak
+TERMS = (
+    "resident_bytes",
+    "ring_bytes",
+    "working_bytes",
+    "values_bytes",
+)
+PHASE_HEAD = (
+    "phase",
+    "calls",
+    "resident",
+    "ring",
+    "activation",
+    "values",
+    "peak",
+    "headroom",
+    "streamed",
+)
 
 
-def phase_cells(problem: Problem, phase: PhaseNumbers, reports: Sequence[SlotReport]) -> tuple[list[SlotReport], list[str | float]]:
-    """The slots of ``phase`` among ``reports``, and cells as in `PHASE_HEAD`: bytes of its highest slot, streamed bytes of all.
+def phase_cells(
+    problem: Problem, phase: PhaseNumbers, reports: Sequence[SlotReport]
+) -> tuple[list[SlotReport], list[str | float]]:
+    """The slots of ``phase`` among ``reports``, and cells as in `PHASE_HEAD`: bytes of its highest
+    slot, streamed bytes of all.
 
     ``problem``: with the plan's choices applied.
     """
     slots = [slot for slot in reports if slot.phase == phase.name]
     top = max(slots, key=lambda slot: slot.peak_bytes)
-    sizes, streamed = figures(top, *TERMS, "peak_bytes").values(), sum(slot.streamed_bytes for slot in slots)
-    return slots, [phase.name, calls_of(phase), *sizes, problem.effective_bytes - top.peak_bytes, streamed]
+    sizes, streamed = (
+        figures(top, *TERMS, "peak_bytes").values(),
+        sum(slot.streamed_bytes for slot in slots),
+    )
+    return slots, [
+        phase.name,
+        calls_of(phase),
+        *sizes,
+        problem.effective_bytes - top.peak_bytes,
+        streamed,
+    ]
 
 
 def calls_of(phase: PhaseNumbers) -> str:
@@ -227,7 +335,8 @@ def calls_of(phase: PhaseNumbers) -> str:
 
 
 def streams_of(slots: Iterable[Slot], component: str) -> dict[str, Stream]:
-    """The phases of ``slots`` in which ``component`` is streamed, each with its last stream action."""
+    """The phases of ``slots`` in which ``component`` is streamed, each with its last stream
+    action."""
     return {
         slot.phase: action
         for slot in slots
@@ -237,12 +346,15 @@ def streams_of(slots: Iterable[Slot], component: str) -> dict[str, Stream]:
 
 
 def _timeline(problem: Problem, slots: Sequence[Slot], finds: Held, width: int) -> str:
-    """The placement of each component in each phase of ``slots``, and its variant. ``finds``: the blocks on the device before."""
+    """The placement of each component in each phase of ``slots``, and its variant. ``finds``: the
+    blocks on the device before."""
     placed = _placed(problem, slots, finds)
     rows = [["", *(f"{phase.stage}/{phase.index}" for phase in problem.phases), "held as"]]
     rows += [[name, *_bars(marks, 4), held] for name, marks, held, _ in placed]
     notes = [
-        f" ▒ {name} streamed in {phase}: {stay} stay resident" for name, _, _, stays in placed for phase, stay in stays.items()
+        f" ▒ {name} streamed in {phase}: {stay} stay resident"
+        for name, _, _, stays in placed
+        for phase, stay in stays.items()
     ]
     legend = " █ resident  ▒ streamed  ░ on the device during another component's phase  · not on the device"
     return "\n".join((table(rows, left=range(len(rows[0]))), legend, *notes))
@@ -251,9 +363,14 @@ def _timeline(problem: Problem, slots: Sequence[Slot], finds: Held, width: int) 
 def _places(problem: Problem, slots: Sequence[Slot], finds: Held, width: int) -> str:
     """`_timeline` in narrow columns, numbered as the phases in the table above it."""
     placed = _placed(problem, slots, finds)
-    wide = max(1, min(4, (width - max(len(name) for name, *_ in placed) - 42) // len(problem.phases) - 2))
+    wide = max(
+        1, min(4, (width - max(len(name) for name, *_ in placed) - 42) // len(problem.phases) - 2)
+    )
     rows = [["", *map(str, range(len(problem.phases))), "held as", "always there"]]
-    rows += [[name, *_bars(marks, wide), held, ", ".join(dict.fromkeys(stays.values()))] for name, marks, held, stays in placed]
+    rows += [
+        [name, *_bars(marks, wide), held, ", ".join(dict.fromkeys(stays.values()))]
+        for name, marks, held, stays in placed
+    ]
     legend = " █ resident  ▒ streamed  ░ loaded early or kept for later  · not on the device"
     return "\n".join((table(rows, left=range(len(rows[0])), width=width), legend))
 
@@ -262,8 +379,11 @@ def _bars(marks: Sequence[str], wide: int) -> list[str]:
     return [mark * wide if mark in "█▒░" else mark[:wide] for mark in marks]
 
 
-def _placed(problem: Problem, slots: Sequence[Slot], finds: Held) -> list[tuple[str, list[str], str, dict[str, str]]]:
-    """Each component with its mark in each phase, its variant, and the blocks that stay in the phases in which it is streamed."""
+def _placed(
+    problem: Problem, slots: Sequence[Slot], finds: Held
+) -> list[tuple[str, list[str], str, dict[str, str]]]:
+    """Each component with its mark in each phase, its variant, and the blocks that stay in the
+    phases in which it is streamed."""
     placed = []
     for component in problem.components:
         variant, streams = component.variants[0], streams_of(slots, component.name)
@@ -276,11 +396,15 @@ def _placed(problem: Problem, slots: Sequence[Slot], finds: Held) -> list[tuple[
                 marks.append("cpu")
             elif phase.name in streams:
                 marks.append("▒")
-                stays[phase.name] = f"{blocks} of {sum(len(k.blocks) for k in component.groups)} {component.granularity}"
+                stays[phase.name] = (
+                    f"{blocks} of {sum(len(k.blocks) for k in component.groups)} {component.granularity}"
+                )
             else:
                 marks.append(("█" if uses else "░") if blocks else "·")
         there = f", on {variant.device}" if variant.helper else ""
-        where = f"{variant.backing_store}{there}" if variant.device != "cpu" else "computed on the CPU"
+        where = (
+            f"{variant.backing_store}{there}" if variant.device != "cpu" else "computed on the CPU"
+        )
         placed.append((component.name, marks, f"{variant.precision}, {where}", stays))
     return placed
 
@@ -290,13 +414,24 @@ def held_blocks(component: ComponentNumbers, finds: Held, slots: Iterable[Slot])
 
     def named(blocks: Blocks) -> set[tuple[str, int]]:
         every = ((k.name, range(len(k.blocks))) for k in component.groups)
-        return {(name, index) for name, indices in (every if blocks is None else blocks) for index in indices}
+        return {
+            (name, index)
+            for name, indices in (every if blocks is None else blocks)
+            for index in indices
+        }
 
-    held, counts = {block for name, blocks in finds if name == component.name for block in named(blocks)}, []
+    held, counts = (
+        {block for name, blocks in finds if name == component.name for block in named(blocks)},
+        [],
+    )
     for slot in slots:
         for action in slot.actions:
             if isinstance(action, Load | Evict) and action.component == component.name:
-                held = held | named(action.blocks) if isinstance(action, Load) else held - named(action.blocks)
+                held = (
+                    held | named(action.blocks)
+                    if isinstance(action, Load)
+                    else held - named(action.blocks)
+                )
         counts.append(len(held))
     return counts
 
@@ -309,7 +444,11 @@ def _why(solution: Solution) -> str:
         for number, phase in enumerate(problem.phases):
             if phase.name not in streams:
                 continue
-            others = max(phase.first_bytes, phase.steady_bytes) + phase.live_in_bytes + problem.value_bytes(number)
+            others = (
+                max(phase.first_bytes, phase.steady_bytes)
+                + phase.live_in_bytes
+                + problem.value_bytes(number)
+            )
             if "exclude" in problem.demanded(component.name):
                 why = "the directive exclude demands it"
             elif weights + others > problem.effective_bytes:
@@ -321,23 +460,32 @@ def _why(solution: Solution) -> str:
 
 
 def explain_screen(solution: Solution) -> str:
-    """What ``graphrun explain`` shows: every slot with its bytes, its time and its actions, then each number's basis."""
+    """What ``graphrun explain`` shows: every slot with its bytes, its time and its actions, then
+    each number's basis."""
     problem, plan, simulation = solution.chosen, solution.plan, solution.simulation
     lines = [_head(solution, simulation, None), ""]
     clock, reports = 0.0, (*simulation.slots, *simulation.again)
     for number, (slot, report) in enumerate(zip((*plan.slots, *plan.again), reports, strict=True)):
         lines += ["", "every further run", ""] if number == len(plan.slots) else []
-        title = f"{slot.phase} {slot.part}".strip() + (f" x{slot.calls}" if slot.part == "steady" else "")
+        title = f"{slot.phase} {slot.part}".strip() + (
+            f" x{slot.calls}" if slot.part == "steady" else ""
+        )
         lines.append(
             f"slot {title}   at {clock:.3f} s  takes {show_seconds(report.seconds)}"
             f" (compute {show_seconds(report.compute_seconds)}, waits {show_seconds(report.stall_seconds)})"
         )
-        holds = f"{show_size(report.peak_bytes)} = {terms(*figures(report, *TERMS).values())}" if report.peak_bytes else "0 B"
+        holds = (
+            f"{show_size(report.peak_bytes)} = {terms(*figures(report, *TERMS).values())}"
+            if report.peak_bytes
+            else "0 B"
+        )
         lines.append(f"  holds {holds} of {show_size(problem.effective_bytes)}")
         lines += [f"  {action_text(action)}" for action in slot.actions]
         clock += report.seconds
     bases = [f"{c.name} weights {c.basis}" for c in problem.components]
-    bases += [f"{p.name} activation {p.basis}" for p in problem.phases] + [f"{v.name} {v.basis}" for v in problem.values]
+    bases += [f"{p.name} activation {p.basis}" for p in problem.phases] + [
+        f"{v.name} {v.basis}" for v in problem.values
+    ]
     basis = f"basis: hardware {problem.hardware.basis}, seconds from it; " + "; ".join(bases)
     lines += ["", *textwrap.wrap(basis, 110, subsequent_indent="  "), "", _why(solution)]
     return "\n".join(lines).rstrip()
@@ -346,7 +494,9 @@ def explain_screen(solution: Solution) -> str:
 def terms(*sizes: int) -> str:
     """``sizes`` of weights, ring, activation and values as a sum, without those that are 0."""
     names = ("weights", "ring", "activation", "values and live-in")
-    return " + ".join(f"{show_size(nbytes)} {name}" for nbytes, name in zip(sizes, names, strict=True) if nbytes)
+    return " + ".join(
+        f"{show_size(nbytes)} {name}" for nbytes, name in zip(sizes, names, strict=True) if nbytes
+    )
 
 
 def check_screen(solution: Solution) -> str:
@@ -359,9 +509,11 @@ def check_screen(solution: Solution) -> str:
     )
 
 
-def measured_screen(solution: Solution, trace: Trace, written: Sequence[str], look: Look | None = None) -> str:
-    """The last screen of ``graphrun run``: planned and measured numbers of every phase, or with all figures of every slot; bytes
-    left on the device, files written."""
+def measured_screen(
+    solution: Solution, trace: Trace, written: Sequence[str], look: Look | None = None
+) -> str:
+    """The last screen of ``graphrun run``: planned and measured numbers of every phase, or with all
+    figures of every slot; bytes left on the device, files written."""
     look, simulation = look or Look(), solution.simulation
     units, pairs = Units(simulation.peak_bytes, simulation.seconds), trace.beside(simulation.slots)
     pairs = pairs if look.verbose else [pair for pair in pairs if pair[1].phase]
@@ -375,9 +527,18 @@ def measured_screen(solution: Solution, trace: Trace, written: Sequence[str], lo
         f"{units.time} planned",
         "measured",
     ]
-    rows = [head if look.verbose else [cell.replace("measured", "run").replace("planned", "plan") for cell in head]]
+    rows = [
+        head
+        if look.verbose
+        else [cell.replace("measured", "run").replace("planned", "plan") for cell in head]
+    ]
     for name in dict.fromkeys(names):
-        rows.append(units.row(name, *beside_cells([pair for pair, of in zip(pairs, names, strict=True) if of == name])))
+        rows.append(
+            units.row(
+                name,
+                *beside_cells([pair for pair, of in zip(pairs, names, strict=True) if of == name]),
+            )
+        )
     sizes = (simulation.peak_bytes, trace.peak_bytes, simulation.moved_bytes, trace.moved_bytes)
     rows.append(units.row("whole run", *sizes, simulation.seconds, trace.seconds))
     return "\n".join(
@@ -406,7 +567,8 @@ def beside_cells(pairs: Sequence[tuple[SlotReport, SlotTrace]]) -> list[float]:
 
 
 def verdict(solution: Solution, trace: Trace) -> str:
-    """Whether the plan was kept, else the slots in which it was not; and what stayed on the device."""
+    """Whether the plan was kept, else the slots in which it was not; and what stayed on the
+    device."""
     broken = broken_caps(solution, trace)
     kept = f"the plan was BROKEN: {'; '.join(broken)}" if broken else "the plan was kept"
     return f"{kept}; left on the device: {show_size(trace.left_bytes)}"

@@ -1,4 +1,5 @@
-"""The JSON form of a plan, and of a run of it. All figures are in bytes or seconds; names match the plan screen."""
+"""The JSON form of a plan, and of a run of it. All figures are in bytes or seconds; names match the
+plan screen."""
 
 from __future__ import annotations
 
@@ -11,8 +12,11 @@ from graphrun.model.splits import computing_on
 from graphrun.trace import Trace
 
 
-def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | None = None) -> dict[str, Any]:
-    """What ``--json`` prints. With a ``trace`` it has measured figures too (``measured``): in all, per stage and per slot."""
+def summarize(
+    solution: Solution, solve_seconds: float | None, trace: Trace | None = None
+) -> dict[str, Any]:
+    """What ``--json`` prints. With a ``trace`` it has measured figures too (``measured``): in all,
+    per stage and per slot."""
     problem, plan, simulation = solution.problem, solution.plan, solution.simulation
     summary: dict[str, Any] = {
         "feasible": True,
@@ -71,7 +75,9 @@ def _helpers(solution: Solution) -> list[dict[str, Any]]:
         {
             "hardware": helper.hardware.name,
             **figures(helper, "budget_bytes", "effective_bytes"),
-            "peak_bytes": max(slot.helper_peaks[number - 1] for slot in (*simulation.slots, *simulation.again)),
+            "peak_bytes": max(
+                slot.helper_peaks[number - 1] for slot in (*simulation.slots, *simulation.again)
+            ),
             "components": computing_on(solution.chosen, number),
         }
         for number, helper in enumerate(solution.problem.helpers, 1)
@@ -91,10 +97,21 @@ def directives(problem: Problem) -> list[str]:
 def stages(simulation: Simulation, trace: Trace | None = None) -> list[dict[str, Any]]:
     """One row per stage; ``measured`` in it where there is a trace."""
     stage_of = {phase.name: phase.stage for phase in simulation.problem.phases}
-    sizes = ("peak_bytes", "resident_bytes", "streamed_bytes", "loaded_bytes", "activation_bytes", "host_bytes")
+    sizes = (
+        "peak_bytes",
+        "resident_bytes",
+        "streamed_bytes",
+        "loaded_bytes",
+        "activation_bytes",
+        "host_bytes",
+    )
     rows = []
     for report in simulation.stages():
-        row = {"name": report.stage, **figures(report, *sizes), "seconds": report.load_seconds + report.run_seconds}
+        row = {
+            "name": report.stage,
+            **figures(report, *sizes),
+            "seconds": report.load_seconds + report.run_seconds,
+        }
         if trace is not None:
             slots = [slot for slot in trace.slots if stage_of.get(slot.phase) == report.stage]
             row["measured"] = {
@@ -107,11 +124,15 @@ def stages(simulation: Simulation, trace: Trace | None = None) -> list[dict[str,
 
 
 def broken_caps(solution: Solution, trace: Trace) -> list[str]:
-    """Slots whose measured peak exceeds the planned one, as ``phase part: measured > planned``; empty: the plan was kept.
+    """Slots whose measured peak exceeds the planned one, as ``phase part: measured > planned``;
+    empty: the plan was kept.
 
     Where the remainder was planned again, peaks are compared with the budget.
     """
-    limits = [solution.problem.effective_bytes, *(helper.effective_bytes for helper in solution.problem.helpers)]
+    limits = [
+        solution.problem.effective_bytes,
+        *(helper.effective_bytes for helper in solution.problem.helpers),
+    ]
     planned = solution.simulation.slots
     pairs = (
         [(limits, slot) for slot in trace.slots]
@@ -121,6 +142,8 @@ def broken_caps(solution: Solution, trace: Trace) -> list[str]:
     return [
         f"{slot.phase} {slot.part}{f' on device{number}' if number else ''}: {peak} > {most}"
         for limit, slot in pairs
-        for number, (most, peak) in enumerate(zip(limit, (slot.peak_bytes, *slot.helper_peaks), strict=False))
+        for number, (most, peak) in enumerate(
+            zip(limit, (slot.peak_bytes, *slot.helper_peaks), strict=False)
+        )
         if peak > most
     ]

@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 
 
 def element(tag: str, content: str | None = None, /, **attributes: str | float) -> str:
-    """The element ``tag`` around ``content``, which is SVG itself; text in it goes through `html.escape` first.
+    """The element ``tag`` around ``content``, which is SVG itself; text in it goes through
+    `html.escape` first.
 
-    ``attributes``: ``class_`` is written as class, ``stroke_width`` as stroke-width; a float gets one decimal.
+    ``attributes``: ``class_`` is written as class, ``stroke_width`` as stroke-width; a float gets
+    one decimal.
     """
     shown = "".join(
         f' {name.removesuffix("_").replace("_", "-")}="{f"{value:.1f}" if isinstance(value, float) else escape(str(value))}"'
@@ -26,19 +28,26 @@ def element(tag: str, content: str | None = None, /, **attributes: str | float) 
 
 
 def block(left: float, right: float, y: float, height: float, kind: str, told: str) -> str:
-    """A rectangle of the class ``kind``, at least 0.6 wide, with the text ``told`` where the pointer is on it."""
+    """A rectangle of the class ``kind``, at least 0.6 wide, with the text ``told`` where the
+    pointer is on it."""
     told = element("title", escape(told))
-    return element("rect", told, class_=kind, x=left, y=y, width=max(0.6, right - left), height=height)
+    return element(
+        "rect", told, class_=kind, x=left, y=y, width=max(0.6, right - left), height=height
+    )
 
 
 def picture(elements: Sequence[str], view_box: str, **attributes: str | float) -> str:
     """The text of an SVG file: ``elements``, one on each line."""
     whole = "\n".join(["", *elements, ""])
-    return element("svg", whole, xmlns="http://www.w3.org/2000/svg", viewBox=view_box, **attributes) + "\n"
+    return (
+        element("svg", whole, xmlns="http://www.w3.org/2000/svg", viewBox=view_box, **attributes)
+        + "\n"
+    )
 
 
 def round_ticks(most: float, count: int = 5) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten, from 0 to at most ``most``: about ``count`` of them."""
+    """Multiples of 1, 2 or 5 times a power of ten, from 0 to at most ``most``: about ``count`` of
+    them."""
     least = most / count
     power = 10.0 ** floor(log10(least)) if least > 0 else 1.0
     step = next((times * power for times in (1, 2, 5) if times * power >= least), 10 * power)
@@ -51,25 +60,42 @@ def tick_seconds(seconds: float) -> str:
 
 
 def rasterized(drawn: str, scale: int = 2) -> Image.Image:
-    """The picture ``drawn``, SVG text of rectangles, paths of M, H and V, circles and texts, in pixels: ``scale`` a unit."""
+    """The picture ``drawn``, SVG text of rectangles, paths of M, H and V, circles and texts, in
+    pixels: ``scale`` a unit."""
     from PIL import Image, ImageDraw, ImageFont
 
     root = ElementTree.fromstring(drawn)
     width, height = (scale * round(float(of)) for of in root.attrib["viewBox"].split()[2:])
     image = Image.new("RGB", (width, height), "white")
-    to, font = ImageDraw.Draw(image), ImageFont.load_default(scale * float(root.attrib["font-size"]))
+    to, font = (
+        ImageDraw.Draw(image),
+        ImageFont.load_default(scale * float(root.attrib["font-size"])),
+    )
     for each in root:
         of, tag = each.attrib, each.tag.rpartition("}")[2]
         color, wide = of.get("stroke", "black"), round(scale * float(of.get("stroke-width", 1)))
         if tag == "text":
             where = (scale * float(of["x"]), scale * float(of["y"]))
             to.text(
-                where, each.text or "", of["fill"], font, anchor={"start": "ls", "middle": "ms", "end": "rs"}[of["text-anchor"]]
+                where,
+                each.text or "",
+                of["fill"],
+                font,
+                anchor={"start": "ls", "middle": "ms", "end": "rs"}[of["text-anchor"]],
             )
         elif tag == "circle":
-            to.circle((scale * float(of["cx"]), scale * float(of["cy"])), scale * float(of["r"]), of["fill"])
+            to.circle(
+                (scale * float(of["cx"]), scale * float(of["cy"])),
+                scale * float(of["r"]),
+                of["fill"],
+            )
         elif tag in ("polyline", "path"):
-            to.line([(scale * x, scale * y) for x, y in _points(of.get("points") or of["d"])], color, wide, joint="curve")
+            to.line(
+                [(scale * x, scale * y) for x, y in _points(of.get("points") or of["d"])],
+                color,
+                wide,
+                joint="curve",
+            )
     return image
 
 
@@ -80,6 +106,8 @@ def _points(text: str) -> list[tuple[float, float]]:
     points, (x, y) = list[tuple[float, float]](), (0.0, 0.0)
     for command, numbers in re.findall(r"([MHV])([^MHV]*)", text):
         first, *others = map(float, numbers.split())
-        x, y = (first, others[0]) if command == "M" else (first, y) if command == "H" else (x, first)
+        x, y = (
+            (first, others[0]) if command == "M" else (first, y) if command == "H" else (x, first)
+        )
         points.append((x, y))
     return points

@@ -8,7 +8,8 @@ from graphrun.units import GIB, KIB, MIB
 
 
 def table(rows: Sequence[Sequence[str]], left: Collection[int], width: int | None = None) -> str:
-    """``rows`` as aligned columns: those numbered in ``left`` left-aligned, the others right-aligned; one space before each row.
+    """``rows`` as aligned columns: those numbered in ``left`` left-aligned, the others
+    right-aligned; one space before each row.
 
     ``width``: a wider table has its widest left-aligned column cut.
     """
@@ -18,14 +19,21 @@ def table(rows: Sequence[Sequence[str]], left: Collection[int], width: int | Non
         widths[widest] = max(8, widths[widest] - max(0, sum(widths) + 2 * len(widths) - 1 - width))
     lines = []
     for row in rows:
-        cut = (cell if len(cell) <= w else f"{cell[: w - 1]}…" for cell, w in zip(row, widths, strict=True))
-        cells = (cell.ljust(w) if n in left else cell.rjust(w) for n, (cell, w) in enumerate(zip(cut, widths, strict=True)))
+        cut = (
+            cell if len(cell) <= w else f"{cell[: w - 1]}…"
+            for cell, w in zip(row, widths, strict=True)
+        )
+        cells = (
+            cell.ljust(w) if n in left else cell.rjust(w)
+            for n, (cell, w) in enumerate(zip(cut, widths, strict=True))
+        )
         lines.append(f" {'  '.join(cells)}".rstrip())
     return "\n".join(lines)
 
 
 class Units:
-    """The units of a table: ``size`` (of ``size_bytes``) by its largest size, ``time`` by its longest time."""
+    """The units of a table: ``size`` (of ``size_bytes``) by its largest size, ``time`` by its
+    longest time."""
 
     def __init__(self, largest_bytes: int, longest_seconds: float = 0.0) -> None:
         fitting = (unit for unit in (("GiB", GIB), ("MiB", MIB)) if largest_bytes >= unit[1] // 4)
@@ -33,7 +41,8 @@ class Units:
         self.time, self._time_seconds = ("s", 1.0) if longest_seconds >= 1 else ("ms", 1e-3)
 
     def row(self, *cells: str | float) -> list[str]:
-        """``cells`` as text: an int is bytes and gets two decimals, a float is seconds and gets three."""
+        """``cells`` as text: an int is bytes and gets two decimals, a float is seconds and gets
+        three."""
         return [self._text(cell) for cell in cells]
 
     def _text(self, cell: str | float) -> str:

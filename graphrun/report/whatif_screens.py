@@ -1,8 +1,10 @@
-"""Screens and JSON of what else could be: what helps an infeasible budget, other placements of a component, the frontier.
+"""Screens and JSON of what else could be: what helps an infeasible budget, other placements of a
+component, the frontier.
 
-infeasible    the phases that do not fit, the smallest budget that works, and repairs
-alternatives  ``graphrun explain PLAN COMPONENT``: the cost of every other placement and variant of a component
-frontier      predicted time against budget (text, JSON, SVG), and the largest value of an input that fits
+infeasible    the phases that do not fit, the smallest budget that works, and repairs alternatives
+``graphrun explain PLAN COMPONENT``: the cost of every other placement and variant of a component
+frontier      predicted time against budget (text, JSON, SVG), and the largest value of an input
+that fits
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ TITLES = {
 
 
 def infeasible_screen(error: Infeasible, look: Look | None = None) -> str:
-    """What ``graphrun plan`` and ``run`` show with exit code 3. With a byte less than the smallest budgets, no plan is found."""
+    """What ``graphrun plan`` and ``run`` show with exit code 3. With a byte less than the smallest
+    budgets, no plan is found."""
     look = look or Look()
     budgets = f"{show_size(error.budget_bytes)} of VRAM and {show_size(error.ram_bytes)} of RAM"
     verdict = f"fits: no. No plan runs {error.graph} on {error.hardware} within {budgets}; {error.binding} binds"
@@ -48,14 +51,20 @@ def infeasible_screen(error: Infeasible, look: Look | None = None) -> str:
         units = Units(max(need.total_bytes for need in error.needs))
         rows = [["phase", "weights", "ring", "activation", "values", "least", "have"]]
         rows += [
-            units.row(f"{need.phase} {need.part}", *figures(need, *TERMS, "total_bytes", "available_bytes").values())
+            units.row(
+                f"{need.phase} {need.part}",
+                *figures(need, *TERMS, "total_bytes", "available_bytes").values(),
+            )
             for need in error.needs
         ]
         note = f"sizes in {units.size}; weights: what cannot be streamed; values: outputs passed between stages"
         lines += [table(rows, left=(0,), width=look.width), f" {look.folded(note)}", ""]
     if error.smallest_ram_bytes > error.ram_bytes:
         units = Units(error.smallest_ram_bytes)
-        rows = [units.row(*row) for row in (*error.host_bytes, ("at one time", error.smallest_ram_bytes))]
+        rows = [
+            units.row(*row)
+            for row in (*error.host_bytes, ("at one time", error.smallest_ram_bytes))
+        ]
         lines += [table([["minimum in RAM", units.size], *rows], left=(0,)), ""]
     lines += [
         look.folded(f"{_smallest_title(error.problem)}: {_smallest(error)}"),
@@ -66,41 +75,66 @@ def infeasible_screen(error: Infeasible, look: Look | None = None) -> str:
 
 def advice_screen(solution: Solution, found: Sequence[Repair], look: Look) -> str:
     """What would make a slow plan faster."""
-    title = look.folded("mostly waiting; what would help, seconds of a run, changes of the output last:")
-    return "\n".join([title, *_helping(found, solution.problem.hardware.capacity_bytes, look, texts=True)])
+    title = look.folded(
+        "mostly waiting; what would help, seconds of a run, changes of the output last:"
+    )
+    return "\n".join(
+        [title, *_helping(found, solution.problem.hardware.capacity_bytes, look, texts=True)]
+    )
 
 
-def _helping(repairs: Sequence[Repair], capacity_bytes: int, look: Look, texts: bool = False) -> Iterator[str]:
+def _helping(
+    repairs: Sequence[Repair], capacity_bytes: int, look: Look, texts: bool = False
+) -> Iterator[str]:
     """A table of what can be typed, then the others. ``texts``: what each is in words."""
 
     def words(repair: Repair) -> str:
-        files = ", from a checkpoint already in that precision" * (("--source", "FOLDER") in repair.change)
+        files = ", from a checkpoint already in that precision" * (
+            ("--source", "FOLDER") in repair.change
+        )
         return f"changes the output{files}" if repair.changes_output else repair.text * texts
 
     options = {repair: typed(repair, capacity_bytes) for repair in repairs}
-    if rows := [(of, show_seconds(repair.seconds), words(repair)) for repair, of in options.items() if of]:
+    if rows := [
+        (of, show_seconds(repair.seconds), words(repair)) for repair, of in options.items() if of
+    ]:
         yield table(list(_folded_rows(rows, look.width)), left=(0, 2))
     for repair, of in options.items():
         if repair.change and not of:
             yield look.folded(f" {repair.text}: {show_seconds(repair.seconds)}")
-    allowed = [value for repair in repairs for option, value in repair.change if option == "--allow"]
+    allowed = [
+        value for repair in repairs for option, value in repair.change if option == "--allow"
+    ]
     yield from map(look.folded, measured(allowed))
 
 
-def _folded_rows(rows: Sequence[tuple[str, str, str]], width: int) -> Iterator[tuple[str, str, str]]:
-    """``rows`` of options, seconds and words, each over several lines where it is wider than ``width``."""
+def _folded_rows(
+    rows: Sequence[tuple[str, str, str]], width: int
+) -> Iterator[tuple[str, str, str]]:
+    """``rows`` of options, seconds and words, each over several lines where it is wider than
+    ``width``."""
     seconds_columns = max(len(seconds) for _, seconds, _ in rows)
-    options = [folded_options(typed_options, width - seconds_columns - WORDS_COLUMNS - 5) for typed_options, _, _ in rows]
-    words_columns = width - seconds_columns - max(len(line) for lines in options for line in lines) - 5  # 5: between columns
+    options = [
+        folded_options(typed_options, width - seconds_columns - WORDS_COLUMNS - 5)
+        for typed_options, _, _ in rows
+    ]
+    # 5: between columns
+    words_columns = (
+        width - seconds_columns - max(len(line) for lines in options for line in lines) - 5
+    )
     for lines, (_, seconds, words) in zip(options, rows, strict=True):
         yield from zip_longest(lines, [seconds], textwrap.wrap(words, words_columns), fillvalue="")
 
 
 def typed(repair: Repair, capacity_bytes: int) -> str:
-    """The options to type for ``repair``, with rounded sizes; empty where options alone do not do: a directive left out, a second
-    command, a larger device."""
+    """The options to type for ``repair``, with rounded sizes; empty where options alone do not do:
+    a directive left out, a second command, a larger device."""
     for option, value in repair.change:
-        if not value or option == "--until" or (option == "--vram" and sizes_in(value)[0] > capacity_bytes):
+        if (
+            not value
+            or option == "--until"
+            or (option == "--vram" and sizes_in(value)[0] > capacity_bytes)
+        ):
             return ""
     return " ".join(f"{option} {typed_value(option, value)}" for option, value in repair.change)
 
@@ -174,7 +208,8 @@ def repairs_json(repairs: Sequence[Repair]) -> list[dict[str, Any]]:
 
 
 def alternatives_screen(solution: Solution, component: str, found: Sequence[Alternative]) -> str:
-    """The screen: a row per placement, each solved for, and the reasons why others are impossible."""
+    """The screen: a row per placement, each solved for, and the reasons why others are
+    impossible."""
     problem, planned = solution.problem, found[0]
     demanded = problem.demanded(component)
 
@@ -195,12 +230,29 @@ def alternatives_screen(solution: Solution, component: str, found: Sequence[Alte
         mark = f"needs --allow {option.permission}" if option.permission else ""
         if option.fits:
             difference = "" if option is planned else f"{option.seconds - planned.seconds:+.3f} s"
-            mark = "the same plan" if option.same and option is not planned else mark or against(option)
-            rows.append(units.row(title, show_seconds(option.seconds), difference, option.moved_bytes, option.peak_bytes, mark))
+            mark = (
+                "the same plan"
+                if option.same and option is not planned
+                else mark or against(option)
+            )
+            rows.append(
+                units.row(
+                    title,
+                    show_seconds(option.seconds),
+                    difference,
+                    option.moved_bytes,
+                    option.peak_bytes,
+                    mark,
+                )
+            )
         else:
-            rows.append([title, "impossible" if option.refusal else "does not fit", "", "", "", mark])
+            rows.append(
+                [title, "impossible" if option.refusal else "does not fit", "", "", "", mark]
+            )
             notes.append(f" {title}: {_why(option, problem)}")
-    (streamed,) = listed("streamed in", list(streams_of(solution.plan.slots, component))) or ["not streamed"]
+    (streamed,) = listed("streamed in", list(streams_of(solution.plan.slots, component))) or [
+        "not streamed"
+    ]
     head = f"{component} in {problem.graph}: {show_size(weights)} of weights, {streamed};"
     head += f" {show_size(problem.effective_bytes)} for tensors"
     foot = " every row is a separate plan, solved and simulated; the placement of the other components may differ in it"
@@ -223,12 +275,17 @@ def _why(of: Alternative, problem: Problem) -> str:
         for need in of.needs
     ]
     return (
-        f"{'; '.join(needs)}; it takes {_option('--vram', of.smallest_budget_bytes, problem)}" if needs else f"{of.binding} binds"
+        f"{'; '.join(needs)}; it takes {_option('--vram', of.smallest_budget_bytes, problem)}"
+        if needs
+        else f"{of.binding} binds"
     )
 
 
-def alternatives_json(solution: Solution, component: str, found: Sequence[Alternative]) -> dict[str, Any]:
-    """The same as data; ``extra_seconds`` and ``extra_moved_bytes`` are the differences to the plan."""
+def alternatives_json(
+    solution: Solution, component: str, found: Sequence[Alternative]
+) -> dict[str, Any]:
+    """The same as data; ``extra_seconds`` and ``extra_moved_bytes`` are the differences to the
+    plan."""
     rows = []
     for option in found:
         row: dict[str, Any] = {
@@ -238,13 +295,21 @@ def alternatives_json(solution: Solution, component: str, found: Sequence[Altern
         row |= {"variant": option.variant} if option.variant else {}
         row |= {"needs_permission": option.permission} if option.permission else {}
         if option.fits:
-            row |= {"predicted_seconds": option.seconds, "extra_seconds": option.seconds - found[0].seconds}
-            row |= {"moved_bytes": option.moved_bytes, "extra_moved_bytes": option.moved_bytes - found[0].moved_bytes}
+            row |= {
+                "predicted_seconds": option.seconds,
+                "extra_seconds": option.seconds - found[0].seconds,
+            }
+            row |= {
+                "moved_bytes": option.moved_bytes,
+                "extra_moved_bytes": option.moved_bytes - found[0].moved_bytes,
+            }
             row |= {"peak_bytes": option.peak_bytes, "same_plan": option.same}
         elif option.refusal:
             row["refusal"] = option.refusal
         else:
-            row |= figures(option, "binding", "smallest_budget_bytes") | {"needs": [asdict(need) for need in option.needs]}
+            row |= figures(option, "binding", "smallest_budget_bytes") | {
+                "needs": [asdict(need) for need in option.needs]
+            }
         rows.append(row)
     problem = solution.problem
     return {
@@ -256,15 +321,23 @@ def alternatives_json(solution: Solution, component: str, found: Sequence[Altern
     }
 
 
-Swept = Sequence[tuple[str, Sequence[Point]]]  # (value of the swept input, its points); ("", points) without one
+# (value of the swept input, its points); ("", points) without one
+Swept = Sequence[tuple[str, Sequence[Point]]]
 
 
-def frontier_screen(problem: Problem, swept: Swept, name: str = "", look: Look | None = None) -> str:
-    """What ``graphrun frontier`` shows: conclusions, then a row per budget (and per value of the input ``name``)."""
+def frontier_screen(
+    problem: Problem, swept: Swept, name: str = "", look: Look | None = None
+) -> str:
+    """What ``graphrun frontier`` shows: conclusions, then a row per budget (and per value of the
+    input ``name``)."""
     look = look or Look()
     units = Units(max(point.budget_bytes for _, of in swept for point in of))
-    rows = [[name, f"budget {units.size}", "predicted", "exposed", "moved", "peak", "headroom", "proof"]]
-    rows += [units.row(value, point.budget_bytes, *_cells(point)) for value, of in swept for point in of]
+    rows = [
+        [name, f"budget {units.size}", "predicted", "exposed", "moved", "peak", "headroom", "proof"]
+    ]
+    rows += [
+        units.row(value, point.budget_bytes, *_cells(point)) for value, of in swept for point in of
+    ]
     return "\n".join(
         (
             *(_largest(swept, name) if name else _notes(problem, swept[0][1])),
@@ -285,8 +358,16 @@ def _other_budgets(problem: Problem, varied: int) -> list[str]:
     """Of several devices, which budget is varied, and those of the others."""
     if not problem.helpers:
         return []
-    of = enumerate([(problem.hardware, problem.budget_bytes), *((of.hardware, of.budget_bytes) for of in problem.helpers)])
-    told = [f"device{n} {hardware.name} {'is varied' if n == varied else show_size(nbytes)}" for n, (hardware, nbytes) in of]
+    of = enumerate(
+        [
+            (problem.hardware, problem.budget_bytes),
+            *((of.hardware, of.budget_bytes) for of in problem.helpers),
+        ]
+    )
+    told = [
+        f"device{n} {hardware.name} {'is varied' if n == varied else show_size(nbytes)}"
+        for n, (hardware, nbytes) in of
+    ]
     return [f"budgets: {', '.join(told)}"]
 
 
@@ -294,11 +375,15 @@ def _cells(point: Point) -> list[str | float]:
     if (solution := point.solution) is None:
         least = show_size(point.smallest_ram_bytes) + " of RAM"
         if point.smallest_budget_bytes > point.budget_bytes or point.device:
-            least = show_size(point.smallest_budget_bytes) if point.smallest_budget_bytes else "more"
+            least = (
+                show_size(point.smallest_budget_bytes) if point.smallest_budget_bytes else "more"
+            )
         return ["does not fit", "", "", "", "", f"needs {least}"]
     exposed = show_seconds(max(0.0, point.seconds - point.compute_seconds))
     problem = solution.problem
-    spare_bytes = (problem.helpers[point.device - 1] if point.device else problem).effective_bytes - point.peak_bytes
+    spare_bytes = (
+        problem.helpers[point.device - 1] if point.device else problem
+    ).effective_bytes - point.peak_bytes
     return [
         show_seconds(point.seconds),
         exposed,
@@ -310,16 +395,21 @@ def _cells(point: Point) -> list[str | float]:
 
 
 def fastest(points: Sequence[Point]) -> Point | None:
-    """The fastest point, with the smallest budget where several are as fast; None where nothing fits."""
+    """The fastest point, with the smallest budget where several are as fast; None where nothing
+    fits."""
     fitting = [point for point in points if point.fits]
-    return min(fitting, key=lambda point: (round(point.seconds, 3), point.budget_bytes), default=None)
+    return min(
+        fitting, key=lambda point: (round(point.seconds, 3), point.budget_bytes), default=None
+    )
 
 
 def _notes(problem: Problem, points: Sequence[Point]) -> list[str]:
     least = points[0].smallest_budget_bytes
     notes = [f"{_smallest_title(problem)}: {_option('--vram', least, problem)}"] if least else []
     if (best := fastest(points)) is not None:
-        notes.insert(0, f"fastest: {show_seconds(best.seconds)}, from {show_size(best.budget_bytes)} on")
+        notes.insert(
+            0, f"fastest: {show_seconds(best.seconds)}, from {show_size(best.budget_bytes)} on"
+        )
     return notes
 
 
@@ -342,21 +432,35 @@ def _largest_of(swept: Swept) -> list[tuple[int, str | None, float]]:
 def _largest(swept: Swept, name: str) -> list[str]:
     return [
         f"within {show_size(nbytes)}: "
-        + (f"{name} up to {value}, predicted {show_seconds(seconds)}" if value else f"none of these values of {name} fits")
+        + (
+            f"{name} up to {value}, predicted {show_seconds(seconds)}"
+            if value
+            else f"none of these values of {name} fits"
+        )
         for nbytes, value, seconds in _largest_of(swept)
     ]
 
 
 def frontier_json(problem: Problem, swept: Swept, name: str = "") -> dict[str, Any]:
-    """The same as data: ``points`` has an entry per row; ``largest`` (with a sweep) the largest value that fits each budget."""
+    """The same as data: ``points`` has an entry per row; ``largest`` (with a sweep) the largest
+    value that fits each budget."""
     points = []
     for value, of in swept:
         for point in of:
-            entry = {**({name: value} if name else {}), "budget_bytes": point.budget_bytes, "feasible": point.fits}
+            entry = {
+                **({name: value} if name else {}),
+                "budget_bytes": point.budget_bytes,
+                "feasible": point.fits,
+            }
             entry |= figures(point, "smallest_budget_bytes", "smallest_ram_bytes")
             if point.solution is not None:
-                entry |= {"predicted_seconds": point.seconds, "compute_seconds": point.compute_seconds}
-                entry |= figures(point.solution, "bound_seconds", "proven_optimal") | figures(point, "peak_bytes", "moved_bytes")
+                entry |= {
+                    "predicted_seconds": point.seconds,
+                    "compute_seconds": point.compute_seconds,
+                }
+                entry |= figures(point.solution, "bound_seconds", "proven_optimal") | figures(
+                    point, "peak_bytes", "moved_bytes"
+                )
             points.append(entry)
     data = {
         "graph": problem.graph,
@@ -377,14 +481,19 @@ def frontier_json(problem: Problem, swept: Swept, name: str = "") -> dict[str, A
 WIDTH, HEIGHT, MARGIN = 720, 420, 60
 
 
-def frontier_svg(problem: Problem, swept: Swept, name: str = "", *, marked_bytes: int | None = None) -> str:
-    """Predicted seconds (y, from 0) against budget (x, from 0) as SVG text, one line per value of ``name``.
+def frontier_svg(
+    problem: Problem, swept: Swept, name: str = "", *, marked_bytes: int | None = None
+) -> str:
+    """Predicted seconds (y, from 0) against budget (x, from 0) as SVG text, one line per value of
+    ``name``.
 
     ``marked_bytes``: a budget to mark, such as that of the plan on the same page.
     """
     bottom = HEIGHT - MARGIN
     most_bytes = max((point.budget_bytes for _, of in swept for point in of), default=1)
-    most_seconds = 1.05 * max((point.seconds for _, of in swept for point in of if point.fits), default=1.0)
+    most_seconds = 1.05 * max(
+        (point.seconds for _, of in swept for point in of if point.fits), default=1.0
+    )
 
     def x(nbytes: float) -> float:
         return MARGIN + (WIDTH - 2 * MARGIN) * nbytes / most_bytes
@@ -393,14 +502,20 @@ def frontier_svg(problem: Problem, swept: Swept, name: str = "", *, marked_bytes
         return bottom - (bottom - MARGIN) * seconds / most_seconds
 
     def text(x: float, y: float, shown: str, anchor: str = "start", color: str = "black") -> str:
-        return element("text", escape(shown), x=float(x), y=float(y), text_anchor=anchor, fill=color)
+        return element(
+            "text", escape(shown), x=float(x), y=float(y), text_anchor=anchor, fill=color
+        )
 
     def elements() -> Iterator[str]:
         units = Units(most_bytes)
         yield element("rect", width=WIDTH, height=HEIGHT, fill="white")
         hardware = _hardware(problem, swept[0][1][0].device if swept[0][1] else 0)
-        yield text(MARGIN, 30, f"{problem.graph} on {hardware.name}: predicted time against VRAM budget")
-        yield element("path", d=f"M{MARGIN} {MARGIN}V{bottom}H{WIDTH - MARGIN}", fill="none", stroke="black")
+        yield text(
+            MARGIN, 30, f"{problem.graph} on {hardware.name}: predicted time against VRAM budget"
+        )
+        yield element(
+            "path", d=f"M{MARGIN} {MARGIN}V{bottom}H{WIDTH - MARGIN}", fill="none", stroke="black"
+        )
         if marked_bytes is not None:
             path = f"M{x(marked_bytes):.1f} {MARGIN}V{bottom}"
             yield element("path", class_="budget", d=path, stroke="#c0392b", stroke_dasharray="6 4")

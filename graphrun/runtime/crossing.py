@@ -1,11 +1,12 @@
 """Copies tensors between devices around calls, and blocks, that compute on a helper.
 
-    split component    | block | block | block | code  | block | block |
-    device             |#######|       |       |#######|       |#######|
-    helper                     > |#####|#####| >       > |###| >        constants cross once, at the first block that gets them
+    split component    | block | block | block | code  | block | block | device
+    |#######|       |       |#######|       |#######| helper                     > |#####|#####| >
+    > |###| >        constants cross once, at the first block that gets them
 
-What a block on the helper gets is copied there unless it was copied in this call before. Of what it returns, what only further
-blocks there get stays (`Crossing.stay`), and all else is copied back. PyTorch orders the streams of both devices around each copy.
+What a block on the helper gets is copied there unless it was copied in this call before. Of what it
+returns, what only further blocks there get stays (`Crossing.stay`), and all else is copied back.
+PyTorch orders the streams of both devices around each copy.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ Copies = dict[int, tuple["weakref.ref[torch.Tensor]", torch.Tensor]]
 """By id, tensors on the device, and the same on the helper."""
 
 Stays = Mapping[str, frozenset[int]]
-"""By path of a block on a helper, numbers of the tensors that stay there, of those that it makes."""
+"""By path of a block on a helper, numbers of the tensors that stay there, of those that it
+makes."""
 
 
-def moved(value: Any, source: torch.device, target: torch.device, copies: Copies | None = None) -> Any:
-    """``value`` with every tensor on ``source`` replaced by a copy on ``target``; one that is there twice, or in ``copies``, is
-    copied once."""
+def moved(
+    value: Any, source: torch.device, target: torch.device, copies: Copies | None = None
+) -> Any:
+    """``value`` with every tensor on ``source`` replaced by a copy on ``target``; one that is there
+    twice, or in ``copies``, is copied once."""
     known: Copies = {} if copies is None else copies
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -52,17 +56,30 @@ def call_split(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """What ``proceed`` returns, a call of the component of ``residency``; some of its blocks may be on helpers of ``device``."""
+    """What ``proceed`` returns, a call of the component of ``residency``; some of its blocks may be
+    on helpers of ``device``."""
     with contextlib.ExitStack() as stack:
         for helper, paths in residency.splits:
-            _cross_at(stack, device, helper, {path: residency.module.get_submodule(path) for path in paths}, stays)
+            _cross_at(
+                stack,
+                device,
+                helper,
+                {path: residency.module.get_submodule(path) for path in paths},
+                stays,
+            )
         result = proceed(*args, **kwargs)
         for helper, _ in residency.splits:  # of a call that leaves out the last block there
             result = moved(result, helper.torch_device, device.torch_device)
         return result
 
 
-def _cross_at(stack: contextlib.ExitStack, device: Device, helper: Device, blocks: Mapping[str, nn.Module], stays: Stays) -> None:
+def _cross_at(
+    stack: contextlib.ExitStack,
+    device: Device,
+    helper: Device,
+    blocks: Mapping[str, nn.Module],
+    stays: Stays,
+) -> None:
     """Hooks, until ``stack`` is closed, with which ``blocks`` compute on ``helper``."""
     here, there, copies = device.torch_device, helper.torch_device, Copies()
     current = stack.enter_context(contextlib.ExitStack())
@@ -81,7 +98,9 @@ def _cross_at(stack: contextlib.ExitStack, device: Device, helper: Device, block
         def back(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.device != there or not tensor.nbytes:
                 return tensor.to(here) if tensor.device == there else tensor
-            if (original := originals.get(id(tensor))) is not None and (given := original()) is not None:
+            if (original := originals.get(id(tensor))) is not None and (
+                given := original()
+            ) is not None:
                 return given  # the block returns what it got
             if id(tensor) not in made:
                 number = len(made)
@@ -94,5 +113,7 @@ def _cross_at(stack: contextlib.ExitStack, device: Device, helper: Device, block
 
     for path, block in blocks.items():
         stack.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
-        stack.callback(block.register_forward_hook(lambda _, __, result, path=path: after(path, result)).remove)
+        stack.callback(
+            block.register_forward_hook(lambda _, __, result, path=path: after(path, result)).remove
+        )
     stack.callback(copies.clear)

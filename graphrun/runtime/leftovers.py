@@ -1,8 +1,10 @@
-"""Device memory that a run failed to release: names its holders for an error, and keeps exceptions from holding it.
+"""Device memory that a run failed to release: names its holders for an error, and keeps exceptions
+from holding it.
 
-An exception keeps its traceback, a traceback its frames, and a frame its locals and its function's closure: activations of the
-block that failed would stay on the device for as long as the caller holds the error (clearing frames does not empty closures).
-Tracebacks are therefore removed. Those of unforeseen errors are kept as text, in a note.
+An exception keeps its traceback, a traceback its frames, and a frame its locals and its function's
+closure: activations of the block that failed would stay on the device for as long as the caller
+holds the error (clearing frames does not empty closures). Tracebacks are therefore removed. Those
+of unforeseen errors are kept as text, in a note.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ SHOWN = 5  # allocations and holders that a message lists
 
 
 def leftovers(device: Device, modules: Mapping[str, nn.Module]) -> str:
-    """Text for an error: the largest allocations on ``device``, and the objects found to hold them with their bytes.
+    """Text for an error: the largest allocations on ``device``, and the objects found to hold them
+    with their bytes.
 
     Changes nothing.
     """
@@ -35,13 +38,22 @@ def leftovers(device: Device, modules: Mapping[str, nn.Module]) -> str:
 
 
 def _named(device: Device, modules: Mapping[str, nn.Module]) -> list[tuple[str, int]]:
-    """(holder, bytes) for each storage on the device, largest first: a component's attribute, a global name, a local of a frame."""
+    """(holder, bytes) for each storage on the device, largest first: a component's attribute, a
+    global name, a local of a frame."""
     paths, kind = _attribute_paths(modules), device.torch_device.type
-    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor) and found.device.type == kind]
+    tensors = [
+        found
+        for found in gc.get_objects()
+        if issubclass(type(found), torch.Tensor) and found.device.type == kind
+    ]
     found: dict[int, tuple[str, int]] = {}
     for number in range(len(tensors)):
         key, nbytes = device.storage_of(tensors[number])
-        holders = [name for referrer in gc.get_referrers(tensors[number]) if (name := _name(referrer, tensors, number, paths))]
+        holders = [
+            name
+            for referrer in gc.get_referrers(tensors[number])
+            if (name := _name(referrer, tensors, number, paths))
+        ]
         known = [name for name in holders if not name.startswith("a ")]
         if holders and (key not in found or known):
             found[key] = ((known or holders)[0], nbytes)
@@ -49,7 +61,8 @@ def _named(device: Device, modules: Mapping[str, nn.Module]) -> list[tuple[str, 
 
 
 def _attribute_paths(modules: Mapping[str, nn.Module]) -> dict[int, str]:
-    """id() of each attribute dictionary of a component -> its path: ``unet.down_blocks.0.conv``, ``unet.to_q.state``."""
+    """id() of each attribute dictionary of a component -> its path: ``unet.down_blocks.0.conv``,
+    ``unet.to_q.state``."""
     paths: dict[int, str] = {}
     for name, module in modules.items():
         for path, child in module.named_modules():
@@ -63,11 +76,16 @@ def _attribute_paths(modules: Mapping[str, nn.Module]) -> dict[int, str]:
 
 
 def _name(referrer: Any, tensors: list[torch.Tensor], number: int, paths: Mapping[int, str]) -> str:
-    """Name of ``referrer``, which holds tensor ``number``; starts with "a " where only its type is known, "" for no holder."""
+    """Name of ``referrer``, which holds tensor ``number``; starts with "a " where only its type is
+    known, "" for no holder."""
     if referrer is tensors or isinstance(referrer, torch.Tensor):
         return ""
     names = referrer.f_locals if isinstance(referrer, types.FrameType) else referrer
-    key = next((k for k in names if names[k] is tensors[number]), "") if isinstance(names, dict) else ""
+    key = (
+        next((k for k in names if names[k] is tensors[number]), "")
+        if isinstance(names, dict)
+        else ""
+    )
     if isinstance(referrer, types.FrameType):
         return f"{key} in {referrer.f_code.co_name}()"
     if not isinstance(referrer, dict):
@@ -82,8 +100,9 @@ def _name(referrer: Any, tensors: list[torch.Tensor], number: int, paths: Mappin
 def error_to_raise(error: BaseException, device: Device, where: str) -> BaseException:
     """The error to raise in place of ``error``, which happened in ``where``.
 
-    It is a GraphrunError if ``error`` or one of its causes is one, or is a device error; else ``error`` itself, with its traceback
-    as a note. Removes the tracebacks of ``error`` and its causes.
+    It is a GraphrunError if ``error`` or one of its causes is one, or is a device error; else
+    ``error`` itself, with its traceback as a note. Removes the tracebacks of ``error`` and its
+    causes.
     """
     chain = list(_chain(error))
     typed = _typed(chain, device, where) if isinstance(error, Exception) else None
@@ -114,4 +133,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(link))
         yield link
         inside = link.exceptions if isinstance(link, BaseExceptionGroup) else ()
-        waiting += [other for other in (link.__cause__, link.__context__, *inside) if other is not None]
+        waiting += [
+            other for other in (link.__cause__, link.__context__, *inside) if other is not None
+        ]

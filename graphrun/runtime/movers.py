@@ -1,11 +1,13 @@
-"""Refuses modules whose weights another library moves or casts: two movers on one module break each other.
+"""Refuses modules whose weights another library moves or casts: two movers on one module break each
+other.
 
 Looks only at the attributes that other libraries set on modules; imports none of them.
 
-    accelerate   ``_hf_hook`` on a module (enable_model_cpu_offload, cpu_offload, dispatch_model), ``hf_device_map`` on the model
-    diffusers    ``_diffusers_hook``, a registry of hooks by name (group offloading, layerwise casting)
-    peft         layers with ``lora_A`` around a ``base_layer``
-    torch        a component that is compiled as a whole: hooks of its blocks would be compiled with it
+    accelerate   ``_hf_hook`` on a module (enable_model_cpu_offload, cpu_offload, dispatch_model),
+    ``hf_device_map`` on the model diffusers    ``_diffusers_hook``, a registry of hooks by name
+    (group offloading, layerwise casting) peft         layers with ``lora_A`` around a
+    ``base_layer`` torch        a component that is compiled as a whole: hooks of its blocks would
+    be compiled with it
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ MOVING_NAMES = ("offload", "layerwise_casting")
 
 
 def refuse_movers(modules: Mapping[str, nn.Module], *, adapters: bool = False) -> None:
-    """Raises InputError naming the module, what moves it and how to remove that; also for weights that are not on the CPU.
+    """Raises InputError naming the module, what moves it and how to remove that; also for weights
+    that are not on the CPU.
 
     ``adapters``: unfused LoRAs are allowed, because the caller plans with their bytes.
     """
@@ -79,7 +82,11 @@ def _diffusers_hook(module: nn.Module) -> str | None:
 
 def _adapters(module: nn.Module) -> list[str]:
     held = getattr(module, "lora_A", None)
-    return sorted(held) if isinstance(held, Mapping | nn.ModuleDict) and hasattr(module, "base_layer") else []
+    return (
+        sorted(held)
+        if isinstance(held, Mapping | nn.ModuleDict) and hasattr(module, "base_layer")
+        else []
+    )
 
 
 def _refuse_device_map(name: str, module: nn.Module) -> None:
@@ -97,4 +104,6 @@ def _refuse_off_cpu(name: str, module: nn.Module) -> None:
                 f"{name}.{path} is on the meta device, so it has no weights here: pass {name} in on the CPU, with weights"
             )
         if tensor.device.type != "cpu":
-            raise InputError(f"{name}.{path} is on {tensor.device}; pass {name} in on the CPU: call {name}.to('cpu')")
+            raise InputError(
+                f"{name}.{path} is on {tensor.device}; pass {name} in on the CPU: call {name}.to('cpu')"
+            )

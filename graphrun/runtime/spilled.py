@@ -1,6 +1,7 @@
 """Spills values between stages to the host and restores them, as the plan says.
 
-encode.embeds   tensors on the device --spill--> tensors on the host --restore--> tensors on the device
+encode.embeds   tensors on the device --spill--> tensors on the host --restore--> tensors on the
+device
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ class NamedValues(Protocol):
 
 
 class Values:
-    """Moves the values in ``stages`` (None: a run without values). The originals are released at the end of the slot."""
+    """Moves the values in ``stages`` (None: a run without values). The originals are released at
+    the end of the slot."""
 
     def __init__(self, device: Device, stages: NamedValues | None) -> None:
         self._device, self._stages = device, stages
         self._originals: list[torch.Tensor] = []
 
     def spill(self, name: str) -> int:
-        """Replaces the tensors of value ``name`` by copies on the host, and queues these copies. Returns their bytes. Call after a
-        barrier, behind which nothing has computed yet."""
+        """Replaces the tensors of value ``name`` by copies on the host, and queues these copies.
+        Returns their bytes. Call after a barrier, behind which nothing has computed yet."""
         device = self._device
 
         def out(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,7 +53,8 @@ class Values:
         return self._replace(name, out)
 
     def restore(self, name: str) -> int:
-        """Replaces the tensors of value ``name`` by copies on the device; compute waits for these copies. Returns their bytes."""
+        """Replaces the tensors of value ``name`` by copies on the device; compute waits for these
+        copies. Returns their bytes."""
         device = self._device
 
         def back(tensor: torch.Tensor) -> torch.Tensor:

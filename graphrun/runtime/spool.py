@@ -1,7 +1,8 @@
-"""Temporary files for weights with a disk backing store that no file contains in the needed form (random, quantized, with a LoRA).
+"""Temporary files for weights with a disk backing store that no file contains in the needed form
+(random, quantized, with a LoRA).
 
-They are written once and then read like any other file. Each process has one folder, named after its id and locked by it. Folders
-of killed processes are removed when the next process starts a run.
+They are written once and then read like any other file. Each process has one folder, named after
+its id and locked by it. Folders of killed processes are removed when the next process starts a run.
 
     TMP/graphrun-spool-1234-abcd/    lock    text_encoder_2.safetensors
 """
@@ -35,7 +36,8 @@ MARGIN_BYTES = 16 << 20  # left free on the disk
 
 
 class Spool:
-    """A folder in ``root`` (default: the system's temporary folder), created on first use and deleted by `close`."""
+    """A folder in ``root`` (default: the system's temporary folder), created on first use and
+    deleted by `close`."""
 
     def __init__(self, root: Path | None = None) -> None:
         self._root = root
@@ -44,14 +46,19 @@ class Spool:
         self._process = os.getpid()
 
     def writer_for(self, module: nn.Module, numbers: ComponentNumbers, writer: Any) -> Any:
-        """Writes ``module``'s blocks from ``writer`` to a file and returns a writer that reads them from there.
+        """Writes ``module``'s blocks from ``writer`` to a file and returns a writer that reads them
+        from there.
 
-        Returns ``writer`` itself if its files contain the weights in the needed form. Raises InputError when the disk has too
-        little free space or writing fails.
+        Returns ``writer`` itself if its files contain the weights in the needed form. Raises
+        InputError when the disk has too little free space or writing fails.
         """
         if getattr(writer, "plain", False):
             return writer
-        layouts = lay_out(module, [path for k in numbers.groups for path in k.blocks], split_layers=numbers.granularity == "layers")
+        layouts = lay_out(
+            module,
+            [path for k in numbers.groups for path in k.blocks],
+            split_layers=numbers.granularity == "layers",
+        )
         file = self._create_folder() / f"{numbers.name}.safetensors"
         total = sum(layout.nbytes for layout in layouts.values())
         try:
@@ -70,8 +77,15 @@ class Spool:
         finally:
             writer.close()
         places = {path: (begin[path], layout.nbytes) for path, layout in layouts.items()}
-        places |= {_key(e): (begin[path] + e.offset, e.nbytes) for path, layout in layouts.items() for e in layout.entries}
-        stored = {key: Stored(key, "uint8", (nbytes,), nbytes, str(file), offset) for key, (offset, nbytes) in places.items()}
+        places |= {
+            _key(e): (begin[path] + e.offset, e.nbytes)
+            for path, layout in layouts.items()
+            for e in layout.entries
+        }
+        stored = {
+            key: Stored(key, "uint8", (nbytes,), nbytes, str(file), offset)
+            for key, (offset, nbytes) in places.items()
+        }
         return _SpooledBlocks(FileSource(stored), layouts)
 
     def remove_stale(self) -> None:
@@ -98,30 +112,39 @@ class Spool:
 
 
 class _SpooledBlocks:
-    """Writer of spooled blocks: one read for each block with the layout of the file, else one read for each tensor."""
+    """Writer of spooled blocks: one read for each block with the layout of the file, else one read
+    for each tensor."""
 
     plain = True
 
     def __init__(self, source: FileSource, layouts: Mapping[str, BlockLayout]) -> None:
         self._source = source
-        self._keys = {path: [(_key(entry), entry.offset) for entry in layout.entries] for path, layout in layouts.items()}
+        self._keys = {
+            path: [(_key(entry), entry.offset) for entry in layout.entries]
+            for path, layout in layouts.items()
+        }
 
     def write(self, layout: BlockLayout, buffer: torch.Tensor, count: Any = None) -> int:
         if self._keys.get(layout.path) == [(_key(entry), entry.offset) for entry in layout.entries]:
             return self._source.into(layout.path, buffer[: layout.nbytes])
-        return sum(self._source.into(_key(e), buffer[e.offset : e.offset + e.nbytes]) for e in layout.entries)
+        return sum(
+            self._source.into(_key(e), buffer[e.offset : e.offset + e.nbytes])
+            for e in layout.entries
+        )
 
     def close(self) -> None:
         self._source.close()
 
 
 def _key(entry: TensorEntry) -> str:
-    """Key of one tensor in the file. It contains a space, so it never equals the path of a block."""
+    """Key of one tensor in the file. It contains a space, so it never equals the path of a
+    block."""
     return f"{entry.names[0]} {entry.field}"
 
 
 def remove_stale(root: Path) -> list[Path]:
-    """Removes the spool folders in ``root`` of processes that no longer run, and returns them. Locked folders stay."""
+    """Removes the spool folders in ``root`` of processes that no longer run, and returns them.
+    Locked folders stay."""
     removed = []
     for folder in sorted(root.glob(f"{PREFIX}*")):
         with contextlib.suppress(OSError):
@@ -137,16 +160,22 @@ def remove_stale(root: Path) -> list[Path]:
 
 
 def _is_running(name: str) -> bool:
-    """Whether the process that created the folder ``name`` still runs, so that it may be about to lock the folder."""
+    """Whether the process that created the folder ``name`` still runs, so that it may be about to
+    lock the folder."""
     number = name.removeprefix(PREFIX).partition("-")[0]
     return number.isdigit() and psutil.pid_exists(int(number))
 
 
 def _write(file: Path, layouts: dict[str, BlockLayout], writer: Writer) -> dict[str, int]:
-    """Writes a safetensors file with one uint8 tensor per block, one block in memory at a time. Returns block -> file offset."""
+    """Writes a safetensors file with one uint8 tensor per block, one block in memory at a time.
+    Returns block -> file offset."""
     header, begin = dict[str, Any](), 0
     for path, layout in layouts.items():
-        header[path or "remainder"] = {"dtype": "U8", "shape": [layout.nbytes], "data_offsets": [begin, begin + layout.nbytes]}
+        header[path or "remainder"] = {
+            "dtype": "U8",
+            "shape": [layout.nbytes],
+            "data_offsets": [begin, begin + layout.nbytes],
+        }
         begin += layout.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

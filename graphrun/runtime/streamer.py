@@ -1,17 +1,20 @@
-"""Copies the blocks of one component to the device while it runs: streamed ones through a staging ring, and those that the slot
-loads and keeps. The plan sets the blocks and the size of the ring.
+"""Copies the blocks of one component to the device while it runs: streamed ones through a staging
+ring, and those that the slot loads and keeps. The plan sets the blocks and the size of the ring.
 
 A pass is one copy of a block into the ring and one run of it.
 
-    queue    load 0   pass 1   load 2   pass 3   pass 1   pass 3 ...     passes in call order, repeated; each load once
-    ring               | 1      | 3   |                                  copies are issued ahead while the ring has free bytes
-    hooks    before 1: issue its copy, compute waits for it, bind tensors     after 1: unbind tensors, mark, issue more copies
+    queue    load 0   pass 1   load 2   pass 3   pass 1   pass 3 ...     passes in call order,
+    repeated; each load once ring               | 1      | 3   |
+    copies are issued ahead while the ring has free bytes hooks    before 1: issue its copy, compute
+    waits for it, bind tensors     after 1: unbind tensors, mark, issue more copies
 
-All copies are issued in the order of use. The host waits only for the read of a block that compute has reached: where the next
-block is not in RAM yet, its read is begun, and its copy is issued in a later hook. A copy from pageable memory makes the host wait
-for its end. It is issued when compute reaches its block: the device then computes what is queued before it. A copy that overwrites
-a block waits on the copy stream for the mark after that block's compute. Copies are issued ahead only for the passes that the slot
-expects. If the component runs more often, the copies of a further call are issued when that call begins.
+All copies are issued in the order of use. The host waits only for the read of a block that compute
+has reached: where the next block is not in RAM yet, its read is begun, and its copy is issued in a
+later hook. A copy from pageable memory makes the host wait for its end. It is issued when compute
+reaches its block: the device then computes what is queued before it. A copy that overwrites a block
+waits on the copy stream for the mark after that block's compute. Copies are issued ahead only for
+the passes that the slot expects. If the component runs more often, the copies of a further call are
+issued when that call begins.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ from graphrun.runtime.residency import Residency
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """A block whose copy was issued: number of its placement in the ring, its buffer, and the mark after its copy."""
+    """A block whose copy was issued: number of its placement in the ring, its buffer, and the mark
+    after its copy."""
 
     number: int
     path: str
@@ -42,20 +46,34 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """What a slot copies of a component that it computes with. Paths of blocks are in call order."""
+    """What a slot copies of a component that it computes with. Paths of blocks are in call
+    order."""
 
     order: Sequence[str]  # all blocks
     loads: Sequence[str]  # blocks that the slot loads and keeps, already allocated
-    streamed: Sequence[tuple[str, int]]  # (block, calls of the slot in which it runs); a layer that runs twice in a call, twice
+    # (block, calls of the slot in which it runs); a layer that runs twice in a call, twice
+    streamed: Sequence[tuple[str, int]]
     ring_bytes: int
 
 
 class Streamer:
-    """Copies the blocks of a component for one slot. ``idle`` is called when no further copy can be issued, and before a copy that
-    has to wait for compute: other copies fit in there. Raises what the device raises."""
+    """Copies the blocks of a component for one slot. ``idle`` is called when no further copy can be
+    issued, and before a copy that has to wait for compute: other copies fit in there. Raises what
+    the device raises."""
 
-    def __init__(self, residency: Residency, streaming: Streaming, recorder: EventRecorder, idle: Callable[[], None]) -> None:
-        self._device, self._residency, self._recorder, self._idle = residency.device, residency, recorder, idle
+    def __init__(
+        self,
+        residency: Residency,
+        streaming: Streaming,
+        recorder: EventRecorder,
+        idle: Callable[[], None],
+    ) -> None:
+        self._device, self._residency, self._recorder, self._idle = (
+            residency.device,
+            residency,
+            recorder,
+            idle,
+        )
         self._paths = [path for path, _ in streaming.streamed]
         self._limit = sum(calls for _, calls in streaming.streamed)  # passes that the slot expects
         self._loads = _loads_before(streaming)
@@ -68,8 +86,11 @@ class Streamer:
         self._due_reached = False  # whether compute has reached the due pass
         self._next = 0  # the pass whose copy is issued next
         self._placements = 0
-        self._reserved: RingSlot | None = None  # ring slot of the next pass, which may wait for blocks in it to finish
-        self._done: dict[int, Mark | None] = {}  # finished placements -> mark after their compute (None: the block did not run)
+        # ring slot of the next pass, which may wait for blocks in it to finish
+        self._reserved: RingSlot | None = None
+        self._done: dict[
+            int, Mark | None
+        ] = {}  # finished placements -> mark after their compute (None: the block did not run)
         self._last = -1  # index in paths of the last block that ran in this call
         self._bound: str | None = None  # the block that runs now
         self._began: Mark = None  # start of its compute
@@ -91,8 +112,8 @@ class Streamer:
         self.issue_ahead()
 
     def issue_ahead(self) -> None:
-        """Issues copies until the next one would overwrite a block that compute has not run yet, would make the host wait, or its
-        block is not in RAM."""
+        """Issues copies until the next one would overwrite a block that compute has not run yet,
+        would make the host wait, or its block is not in RAM."""
         while True:
             due = self._due_reached and self._next == self._due
             if self._residency.backing_store.pageable and not due:
@@ -117,7 +138,8 @@ class Streamer:
             self._load_next()
 
     def release(self) -> None:
-        """Removes hooks, unbinds the running block and releases the ring. Call after a barrier or a failure."""
+        """Removes hooks, unbinds the running block and releases the ring. Call after a barrier or a
+        failure."""
         for hook in reversed(self._hooks):
             hook.remove()
         self._hooks.clear()
@@ -129,16 +151,23 @@ class Streamer:
     def _load(self, path: str) -> None:
         """Issues the copy of a block that the slot loads and keeps."""
         marks = self._residency.load(path)
-        self._recorder.note("load", self._residency.name, path, self._residency.nbytes(path), marks, self._device)
+        self._recorder.note(
+            "load", self._residency.name, path, self._residency.nbytes(path), marks, self._device
+        )
 
     def _load_next(self) -> None:
         self._load(self._loads.popleft()[1])
 
     def _place(self) -> bool:
-        """Reserves the ring slot of the next pass. False if its copy would overwrite a block that compute has not run yet."""
-        path, following = (self._paths[number % len(self._paths)] for number in (self._next, self._next + 1))
+        """Reserves the ring slot of the next pass. False if its copy would overwrite a block that
+        compute has not run yet."""
+        path, following = (
+            self._paths[number % len(self._paths)] for number in (self._next, self._next + 1)
+        )
         after = self._residency.nbytes(following) if self._next + 1 < self._limit else 0
-        slot = self._reserved = self._reserved or self._ring.place(self._residency.nbytes(path), after)
+        slot = self._reserved = self._reserved or self._ring.place(
+            self._residency.nbytes(path), after
+        )
         return all(number in self._done for number in slot.released)
 
     def _issue(self) -> None:
@@ -160,15 +189,18 @@ class Streamer:
         self._next += 1
 
     def _wait_for(self, slot: RingSlot) -> None:
-        """Makes the copy stream wait until compute has finished the blocks that ``slot`` overwrites."""
+        """Makes the copy stream wait until compute has finished the blocks that ``slot``
+        overwrites."""
         self._reserved = None
         marks = [mark for number in slot.released if (mark := self._done.pop(number)) is not None]
         if marks:
             self._device.wait("copy", marks[-1])
 
-    def _hook(self, path: str, before: Callable[[str], None], after: Callable[[str], None] | None = None) -> None:
-        """Calls ``before`` and ``after`` with ``path`` around each run of the block, unless another dtype variant of the component
-        runs."""
+    def _hook(
+        self, path: str, before: Callable[[str], None], after: Callable[[str], None] | None = None
+    ) -> None:
+        """Calls ``before`` and ``after`` with ``path`` around each run of the block, unless another
+        dtype variant of the component runs."""
 
         def around(act: Callable[[str], None]) -> Callable[[], None]:
             def hook() -> None:
@@ -210,11 +242,14 @@ class Streamer:
         self.issue_ahead()
 
     def _advance_to(self, path: str) -> None:
-        """Advances to the pass of ``path``. Passes that this call skips (an entry point may use some blocks only) are discarded.
+        """Advances to the pass of ``path``. Passes that this call skips (an entry point may use
+        some blocks only) are discarded.
 
         Raises BrokenPlan when the blocks of a call do not run in the plan's order.
         """
-        index = next((n for n in range(self._last + 1, len(self._paths)) if self._paths[n] == path), -1)
+        index = next(
+            (n for n in range(self._last + 1, len(self._paths)) if self._paths[n] == path), -1
+        )
         if index < 0 or self._bound is not None:
             before = self._bound or self._paths[self._last]
             raise BrokenPlan(
@@ -229,10 +264,12 @@ class Streamer:
             self._due += 1
 
     def _skip(self) -> None:
-        """Skips the due pass, whose copy was not issued. Its ring slot, if it was reserved, stays empty.
+        """Skips the due pass, whose copy was not issued. Its ring slot, if it was reserved, stays
+        empty.
 
-        The copy stream waits for the blocks that were in that slot all the same: the ring no longer tracks them, and the next
-        placement may overlap them although it lies next to the empty slot.
+        The copy stream waits for the blocks that were in that slot all the same: the ring no longer
+        tracks them, and the next placement may overlap them although it lies next to the empty
+        slot.
         """
         if self._reserved is not None:
             self._wait_for(self._reserved)
@@ -242,12 +279,14 @@ class Streamer:
 
 
 def _loads_before(streaming: Streaming) -> deque[tuple[int, str]]:
-    """(number of a pass, load needed before it), in call order. Loads after the last streamed block, and at the end those that no
-    call runs: the number of passes in a call."""
+    """(number of a pass, load needed before it), in call order. Loads after the last streamed
+    block, and at the end those that no call runs: the number of passes in a call."""
     found: dict[str, int] = {}
     number, streamed, loads = 0, {path for path, _ in streaming.streamed}, set(streaming.loads)
     for path in streaming.order:
         if path in loads:
             found.setdefault(path, number)
         number += path in streamed
-    return deque((found.get(path, number), path) for path in dict.fromkeys((*found, *streaming.loads)))
+    return deque(
+        (found.get(path, number), path) for path in dict.fromkeys((*found, *streaming.loads))
+    )

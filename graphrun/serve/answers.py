@@ -17,7 +17,8 @@ KEPT_PICTURES_BYTES = 2**28  # of pictures that were answered as URLs
 
 
 class Pictures:
-    """Pictures that were answered as URLs, by a name that cannot be guessed: (bytes, content type). The oldest ones go."""
+    """Pictures that were answered as URLs, by a name that cannot be guessed: (bytes, content type).
+    The oldest ones go."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, tuple[bytes, str]] = OrderedDict()
@@ -44,14 +45,21 @@ def told(job: Job, service: Service, base: str) -> dict[str, Any]:
         "model": job.asked.graph,
         "state": job.state,
     }
-    found |= {"stage": job.stage, "step": job.step, "steps": job.steps, "pictures": len(job.pictures)}
+    found |= {
+        "stage": job.stage,
+        "step": job.step,
+        "steps": job.steps,
+        "pictures": len(job.pictures),
+    }
     found |= {
         "of": len(job.asked.runs),
         "waits_seconds": service.predicted_wait(job),
         "predicted_seconds": job.seconds * service.pace,
     }
     if job.ended:
-        found |= {"result": f"{base}v1/jobs/{job.id}/result"} if job.error is None else job.error.body
+        found |= (
+            {"result": f"{base}v1/jobs/{job.id}/result"} if job.error is None else job.error.body
+        )
     return found
 
 
@@ -60,34 +68,63 @@ def result(job: Job, pictures: Pictures, base: str) -> dict[str, Any]:
     data = []
     for number, picture in enumerate(job.pictures):
         if job.asked.as_url:
-            data.append({"url": f"{base}v1/images/files/{pictures.keep(picture, job.asked.suffix)}"})
+            data.append(
+                {"url": f"{base}v1/images/files/{pictures.keep(picture, job.asked.suffix)}"}
+            )
         else:
             data.append({"b64_json": base64.b64encode(picture).decode()})
         data[-1] |= _seed(job, number)
     first = job.asked.runs[0]
-    size = {"size": f"{first['width']}x{first['height']}"} if {"width", "height"} <= first.keys() else {}
+    size = (
+        {"size": f"{first['width']}x{first['height']}"}
+        if {"width", "height"} <= first.keys()
+        else {}
+    )
     kind = job.asked.suffix.removeprefix(".")
-    return {"created": job.created, "data": data, "output_format": kind, **size, "graphrun": _figures(job)}
+    return {
+        "created": job.created,
+        "data": data,
+        "output_format": kind,
+        **size,
+        "graphrun": _figures(job),
+    }
 
 
 def timing(job: Job) -> str:
-    """The Server-Timing header (W3C): milliseconds of planning and in the queue, and of each stage on the device's clock."""
+    """The Server-Timing header (W3C): milliseconds of planning and in the queue, and of each stage
+    on the device's clock."""
     stages = {of["name"]: of["measured_seconds"] for of in _figures(job)["stages"]}
     return ", ".join(
-        f"{name};dur={1000 * seconds:.1f}" for name, seconds in {"plan": job.planned, "queue": job.queued, **stages}.items()
+        f"{name};dur={1000 * seconds:.1f}"
+        for name, seconds in {"plan": job.planned, "queue": job.queued, **stages}.items()
     )
 
 
 def model_of(graph: Graph, service: Service) -> dict[str, Any]:
-    """A graph as ``/v1/models`` shows it: with its inputs, the limits of a request, and its plan at the defaults."""
+    """A graph as ``/v1/models`` shows it: with its inputs, the limits of a request, and its plan at
+    the defaults."""
     bounds = service.settings.bounds
-    found: dict[str, Any] = {"id": graph.name, "object": "model", "created": service.created, "owned_by": "graphrun"}
+    found: dict[str, Any] = {
+        "id": graph.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "graphrun",
+    }
     found["inputs"] = {
-        of.name: {"type": of.type, "required": of.required, **({} if of.default is None else {"default": of.default})}
+        of.name: {
+            "type": of.type,
+            "required": of.required,
+            **({} if of.default is None else {"default": of.default}),
+        }
         for of in graph.inputs.values()
     }
     found["edits"] = bool(picture_inputs(graph))
-    found["limits"] = {"n": bounds.pictures, "pixels": bounds.pixels, "steps": bounds.steps, "prompt": bounds.characters}
+    found["limits"] = {
+        "n": bounds.pictures,
+        "pixels": bounds.pixels,
+        "steps": bounds.steps,
+        "prompt": bounds.characters,
+    }
     found["share"] = service.shares.get(graph.name, WHOLE)
     planned = service.shapes.get((service.defaults[graph.name], WHOLE))
     if planned is None or not planned.done():
@@ -96,7 +133,10 @@ def model_of(graph: Graph, service: Service) -> dict[str, Any]:
         return {**found, "plan": {"fits": False, "verdict": str(error)}}
     shape = planned.result()
     seconds = {"first_seconds": shape.cost.first_seconds, "again_seconds": shape.cost.again_seconds}
-    return {**found, "plan": {"fits": True, "verdict": shape.verdict, **seconds, "peak_bytes": shape.peak_bytes}}
+    return {
+        **found,
+        "plan": {"fits": True, "verdict": shape.verdict, **seconds, "peak_bytes": shape.peak_bytes},
+    }
 
 
 def _seed(job: Job, number: int) -> dict[str, Any]:
@@ -105,20 +145,27 @@ def _seed(job: Job, number: int) -> dict[str, Any]:
 
 
 def _figures(job: Job) -> dict[str, Any]:
-    """Planned beside measured; seconds of the device's clock, and the peak as nvidia-smi would show it."""
+    """Planned beside measured; seconds of the device's clock, and the peak as nvidia-smi would show
+    it."""
     stages: dict[str, list[float]] = {}
     for measured in job.measured:
         for stage, pair in measured["stages"].items():
             both = stages.setdefault(stage, [0.0, 0.0])
             both[0], both[1] = both[0] + pair[0], both[1] + pair[1]
-    queue = {"planned": job.promised_at - job.admitted_at, "measured": (job.begun_at or 0.0) - job.admitted_at}
+    queue = {
+        "planned": job.promised_at - job.admitted_at,
+        "measured": (job.begun_at or 0.0) - job.admitted_at,
+    }
     peaks = [max(of["peak_bytes"][kind] for of in job.measured) for kind in (0, 1)]
     return {
         "job": job.id,
         "plan": job.measured[-1]["plan"],
         "queue_seconds": queue,
         "together": job.together,
-        "stages": [{"name": name, "planned_seconds": pair[0], "measured_seconds": pair[1]} for name, pair in stages.items()],
+        "stages": [
+            {"name": name, "planned_seconds": pair[0], "measured_seconds": pair[1]}
+            for name, pair in stages.items()
+        ],
         "peak_bytes": {"planned": peaks[0], "measured": peaks[1]},
         "notes": [note for of in job.measured for note in of["notes"]],
     }

@@ -28,7 +28,9 @@ def create_app(service: Service, host: str) -> FastAPI:
             expose_headers=("Location", "Retry-After", "Server-Timing"),
             allow_private_network=True,
         )
-    app.add_middleware(Guarded, names=Names(host, settings.allow_hosts), origins=settings.allow_origins)
+    app.add_middleware(
+        Guarded, names=Names(host, settings.allow_hosts), origins=settings.allow_origins
+    )
     app.add_middleware(Bounded, bounds=settings.bounds)
     pictures = Pictures()
     for router in (
@@ -46,9 +48,18 @@ def create_app(service: Service, host: str) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
-        text = "there is no such page; /openapi.json lists them" if error.status_code == 404 else str(error.detail)
+        text = (
+            "there is no such page; /openapi.json lists them"
+            if error.status_code == 404
+            else str(error.detail)
+        )
         return await refused(
-            request, Refused(error.status_code, f"{request.method} {request.url.path[:100]}: {text}", "unknown_url")
+            request,
+            Refused(
+                error.status_code,
+                f"{request.method} {request.url.path[:100]}: {text}",
+                "unknown_url",
+            ),
         )
 
     return app

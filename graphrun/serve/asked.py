@@ -1,6 +1,8 @@
-"""Turns the body of a request into inputs of a graph. Everything is bounded here, before anything is planned.
+"""Turns the body of a request into inputs of a graph. Everything is bounded here, before anything
+is planned.
 
-{"prompt": ..., "size": "1024x768", "n": 2, "seed": 7, "steps": 20}   ->   two runs: height, width, seed 7 and 8, steps
+{"prompt": ..., "size": "1024x768", "n": 2, "seed": 7, "steps": 20}   ->   two runs: height, width,
+seed 7 and 8, steps
 """
 
 from __future__ import annotations
@@ -23,7 +25,16 @@ from graphrun.serve.settings import Bounds
 
 # Fields of the OpenAI API that say nothing to a graph, unless it has an input of that name.
 IGNORED = frozenset(
-    ["background", "input_fidelity", "moderation", "output_compression", "quality", "safety_identifier", "style", "user"]
+    [
+        "background",
+        "input_fidelity",
+        "moderation",
+        "output_compression",
+        "quality",
+        "safety_identifier",
+        "style",
+        "user",
+    ]
 )
 OWN = frozenset(["model", "n", "size", "response_format", "output_format", "seed"])
 FORMATS = ("png", "jpeg", "webp")
@@ -35,7 +46,8 @@ Shape = tuple[str, tuple[tuple[str, str], ...]]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request. ``runs``: the inputs for each picture, complete. ``suffix``: of picture files. ``as_url``: answer with URLs."""
+    """A request. ``runs``: the inputs for each picture, complete. ``suffix``: of picture files.
+    ``as_url``: answer with URLs."""
 
     graph: str
     shape: Shape
@@ -57,14 +69,24 @@ def graph_of(body: Mapping[str, Any], graphs: Mapping[str, Graph]) -> Graph:
         return next(iter(graphs.values()))
     if not isinstance(name, str) or name not in graphs:
         shown = str(name)[:100]
-        raise Refused(404, f"there is no model {shown!r}; models are {', '.join(graphs)}", "model_not_found", param="model")
+        raise Refused(
+            404,
+            f"there is no model {shown!r}; models are {', '.join(graphs)}",
+            "model_not_found",
+            param="model",
+        )
     return graphs[name]
 
 
-def asked_of(body: Mapping[str, Any], graph: Graph, bounds: Bounds, files: Mapping[str, Any]) -> Asked:
-    """The request in ``body`` to ``graph``. ``files``: values of the inputs that are pictures. Raises Refused (422)."""
+def asked_of(
+    body: Mapping[str, Any], graph: Graph, bounds: Bounds, files: Mapping[str, Any]
+) -> Asked:
+    """The request in ``body`` to ``graph``. ``files``: values of the inputs that are pictures.
+    Raises Refused (422)."""
     named = {name: value for name, value in body.items() if value is not None}
-    fields = {name: value for name, value in named.items() if name in graph.inputs and name not in OWN}
+    fields = {
+        name: value for name, value in named.items() if name in graph.inputs and name not in OWN
+    }
     unknown = [name for name in named if name not in {*fields, *OWN, *IGNORED}]
     if unknown:
         known = [name for name in graph.inputs if name not in files]
@@ -91,7 +113,13 @@ def asked_of(body: Mapping[str, Any], graph: Graph, bounds: Bounds, files: Mappi
         raise _bad("output_format", f"it is one of {', '.join(FORMATS)}")
     if answer not in ("b64_json", "url"):
         raise _bad("response_format", "it is b64_json or url")
-    return Asked(graph.name, (graph.name, settings_of(graph, resolved[0])), tuple(resolved), f".{output}", answer == "url")
+    return Asked(
+        graph.name,
+        (graph.name, settings_of(graph, resolved[0])),
+        tuple(resolved),
+        f".{output}",
+        answer == "url",
+    )
 
 
 def _bad(param: str, what: str, code: str = "invalid_value") -> Refused:
@@ -101,10 +129,18 @@ def _bad(param: str, what: str, code: str = "invalid_value") -> Refused:
 def _refuse_long(name: str, value: Any, bounds: Bounds) -> None:
     texts = value if isinstance(value, list) else [value]
     if len(texts) > bounds.pictures:
-        raise _bad(name, f"a list of {len(texts):,}, and this server accepts {bounds.pictures}", "over_limit")
+        raise _bad(
+            name,
+            f"a list of {len(texts):,}, and this server accepts {bounds.pictures}",
+            "over_limit",
+        )
     for text in texts:
         if isinstance(text, str) and len(text) > bounds.characters:
-            raise _bad(name, f"{len(text):,} characters, and this server accepts {bounds.characters:,}", "over_limit")
+            raise _bad(
+                name,
+                f"{len(text):,} characters, and this server accepts {bounds.characters:,}",
+                "over_limit",
+            )
 
 
 def _whole(name: str, value: Any) -> int:
@@ -119,7 +155,11 @@ def _whole(name: str, value: Any) -> int:
 def _count(value: Any, bounds: Bounds) -> int:
     count = _whole("n", value)
     if not 1 <= count <= bounds.pictures:
-        raise _bad("n", f"{count}, and this server makes 1 to {bounds.pictures} pictures at once", "over_limit")
+        raise _bad(
+            "n",
+            f"{count}, and this server makes 1 to {bounds.pictures} pictures at once",
+            "over_limit",
+        )
     return count
 
 
@@ -133,7 +173,9 @@ def _size(value: Any, graph: Graph) -> dict[str, int]:
     return {"width": int(found[1]), "height": int(found[2])}
 
 
-def _bounded(graph: Graph, values: Mapping[str, Any], bounds: Bounds) -> Iterator[tuple[str, int, int]]:
+def _bounded(
+    graph: Graph, values: Mapping[str, Any], bounds: Bounds
+) -> Iterator[tuple[str, int, int]]:
     """What the stages are told of steps, pixels and pictures: (name, found, accepted)."""
     for stage in graph.stages:
         told = {name: _value(of, values) for name, of in stage.arguments.items()}
@@ -146,7 +188,11 @@ def _bounded(graph: Graph, values: Mapping[str, Any], bounds: Bounds) -> Iterato
 
 
 def _value(argument: Any, values: Mapping[str, Any]) -> Any:
-    return values[argument.name] if isinstance(argument, Reference) and argument.kind == "input" else argument
+    return (
+        values[argument.name]
+        if isinstance(argument, Reference) and argument.kind == "input"
+        else argument
+    )
 
 
 def _product(values: Iterable[Any]) -> int:

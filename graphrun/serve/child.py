@@ -1,4 +1,5 @@
-"""A process of the server that answers over a pipe. It ends when the server does, however that ended.
+"""A process of the server that answers over a pipe. It ends when the server does, however that
+ended.
 
 Signals that a terminal or a service manager sends to all processes are left to the server.
 """
@@ -25,14 +26,25 @@ Main = Callable[[Connection, Settings], None]
 
 
 class Child:
-    """A process that runs ``main(connection, settings)``. In the event loop, ``heard(kind, **content)`` is called with each
-    message, and ``died()`` once when the process has ended without `stop`."""
+    """A process that runs ``main(connection, settings)``. In the event loop, ``heard(kind,
+    **content)`` is called with each message, and ``died()`` once when the process has ended without
+    `stop`."""
 
-    def __init__(self, main: Main, settings: Settings, heard: Callable[..., None], died: Callable[[], None]) -> None:
-        context = multiprocessing.get_context("spawn")  # a process with CUDA or threads cannot be forked
-        self._loop, self._heard, self._died, self._stopped = asyncio.get_running_loop(), heard, died, False
+    def __init__(
+        self, main: Main, settings: Settings, heard: Callable[..., None], died: Callable[[], None]
+    ) -> None:
+        # a process with CUDA or threads cannot be forked
+        context = multiprocessing.get_context("spawn")
+        self._loop, self._heard, self._died, self._stopped = (
+            asyncio.get_running_loop(),
+            heard,
+            died,
+            False,
+        )
         self._connection, other = context.Pipe()
-        self.process = context.Process(target=_begin, args=(main, other, settings), daemon=True, name=main.__name__)
+        self.process = context.Process(
+            target=_begin, args=(main, other, settings), daemon=True, name=main.__name__
+        )
         self.process.start()
         other.close()  # else the pipe stays open when the process ends
         threading.Thread(target=self._listen, daemon=True).start()
@@ -51,7 +63,9 @@ class Child:
         self.process.join()
 
     def _listen(self) -> None:
-        with contextlib.suppress(EOFError, OSError, RuntimeError):  # RuntimeError: the event loop is closed
+        with contextlib.suppress(
+            EOFError, OSError, RuntimeError
+        ):  # RuntimeError: the event loop is closed
             while True:
                 kind, content = self._connection.recv()
                 self._loop.call_soon_threadsafe(self._tell, kind, content)
@@ -70,7 +84,8 @@ class Child:
 
 
 def leave_signals() -> None:
-    """Leaves the signals that end a server to its own process. Call it again after libraries that take them."""
+    """Leaves the signals that end a server to its own process. Call it again after libraries that
+    take them."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 

@@ -1,7 +1,8 @@
-"""The worker process of a server whose pipelines run on the devices of a cluster. It holds no weights: actors of Ray do.
+"""The worker process of a server whose pipelines run on the devices of a cluster. It holds no
+weights: actors of Ray do.
 
-Requests that go together are a stream through the devices (`graphrun.cluster.flow`). A request is cancelled when a device has ended
-the stages that it is at.
+Requests that go together are a stream through the devices (`graphrun.cluster.flow`). A request is
+cancelled when a device has ended the stages that it is at.
 """
 
 from __future__ import annotations
@@ -30,16 +31,22 @@ def work_on_a_cluster(connection: Connection, settings: Settings) -> None:
 
 
 class ClusterWorker(Worker):
-    """Runs requests on the devices of ``settings.cluster``. Graphs have them in turn. Raises InputError where Ray is not there."""
+    """Runs requests on the devices of ``settings.cluster``. Graphs have them in turn. Raises
+    InputError where Ray is not there."""
 
     def _open(self) -> None:
         from graphrun.cluster.actors import OnCluster
 
         cluster = self._settings.cluster
         assert cluster is not None
-        self._on = OnCluster(cluster, "throughput", self._settings.cache, self._settings.budgets, items=api.RUNS)
+        self._on = OnCluster(
+            cluster, "throughput", self._settings.cache, self._settings.budgets, items=api.RUNS
+        )
         self._on.join()
-        self._label, self._virtual = cluster.label, all(of.hardware.device == "sim" for of in cluster.devices)
+        self._label, self._virtual = (
+            cluster.label,
+            all(of.hardware.device == "sim" for of in cluster.devices),
+        )
         self._batch: Batch | None = None  # under way
         self._past_seconds = 0.0  # of those before
         self._warm = set[str]()  # devices that have run since the placement changed
@@ -56,7 +63,12 @@ class ClusterWorker(Worker):
         return self._past_seconds + (self._batch.seconds if self._batch is not None else 0.0)
 
     def _made(
-        self, asked: Asked, group: Group, graph: Graph, budgets: Mapping[str, int], beside: Collection[Group]
+        self,
+        asked: Asked,
+        group: Group,
+        graph: Graph,
+        budgets: Mapping[str, int],
+        beside: Collection[Group],
     ) -> dict[str, Any]:
         told = dict[str, Any]()
         self._stream([asked], graph, lambda _, made: told.update(made), strict=True)
@@ -79,10 +91,15 @@ class ClusterWorker(Worker):
         self._stream(every, graph, done, strict=False)
 
     def _stream(
-        self, every: Sequence[Asked], graph: Graph, done: Callable[[Asked, Mapping[str, Any]], None], *, strict: bool
+        self,
+        every: Sequence[Asked],
+        graph: Graph,
+        done: Callable[[Asked, Mapping[str, Any]], None],
+        *,
+        strict: bool,
     ) -> None:
-        """Runs ``every`` of one shape. ``done`` is called with what each has made. ``strict``: raises the error of the first that
-        fails, in place of ``apart``."""
+        """Runs ``every`` of one shape. ``done`` is called with what each has made. ``strict``:
+        raises the error of the first that fails, in place of ``apart``."""
         from graphrun.batch.cache.reuse import reuse_for
         from graphrun.batch.queue import BatchContext, run_requests
         from graphrun.batch.requests import Request
@@ -90,7 +107,9 @@ class ClusterWorker(Worker):
 
         settings, allow = self._settings, graph.allowed(self._settings.budgets.get("allow", ()))
 
-        def elsewhere(graph: Graph, requests: Sequence[Request], context: BatchContext, batch: Batch) -> None:
+        def elsewhere(
+            graph: Graph, requests: Sequence[Request], context: BatchContext, batch: Batch
+        ) -> None:
             before = self._on.placement
             if self._on.place(graph, requests) is not before:
                 self._warm.clear()
@@ -113,7 +132,9 @@ class ClusterWorker(Worker):
 
         def reuse(values: Mapping[str, Any]) -> Any:
             assert settings.reuse != "none"
-            return reuse_for(graph, values, self._label, settings.cache, settings.reuse, allow, None)
+            return reuse_for(
+                graph, values, self._label, settings.cache, settings.reuse, allow, None
+            )
 
         nowhere: Any = None  # to plan and to run is the cluster's
         context = BatchContext(
@@ -130,7 +151,11 @@ class ClusterWorker(Worker):
             elsewhere=elsewhere,
         )
         try:
-            run_requests(graph, [Request(number, asked.inputs) for number, asked in enumerate(every, 1)], context)
+            run_requests(
+                graph,
+                [Request(number, asked.inputs) for number, asked in enumerate(every, 1)],
+                context,
+            )
         finally:
             self._past_seconds, self._batch = self.clock_seconds, None
 
@@ -141,7 +166,13 @@ class ClusterWorker(Worker):
 class _Watching(Watcher):
     """Tells the stage that each request is at, and which are left out."""
 
-    def __init__(self, every: Sequence[Asked], tell: Callable[..., None], is_cancelled: Callable[[str], bool], alone: bool) -> None:
+    def __init__(
+        self,
+        every: Sequence[Asked],
+        tell: Callable[..., None],
+        is_cancelled: Callable[[str], bool],
+        alone: bool,
+    ) -> None:
         self._every, self._tell, self._is_cancelled, self._alone = every, tell, is_cancelled, alone
 
     def begins_on(self, device: str, stages: Sequence[str], request: Request) -> None:
@@ -153,4 +184,8 @@ class _Watching(Watcher):
     def left_out(self, request: Request) -> None:
         asked = self._every[request.number - 1]
         if not self._alone:
-            self._tell("cancelled" if self._is_cancelled(asked.id) else "apart", id=asked.id, number=asked.number)
+            self._tell(
+                "cancelled" if self._is_cancelled(asked.id) else "apart",
+                id=asked.id,
+                number=asked.number,
+            )

@@ -1,4 +1,5 @@
-"""Connections of the server: how long one may wait for its client, and which one ends where there are too many."""
+"""Connections of the server: how long one may wait for its client, and which one ends where there
+are too many."""
 
 from __future__ import annotations
 
@@ -14,13 +15,17 @@ from graphrun.serve.settings import Settings
 
 
 def protocol_within(settings: Settings) -> type[H11Protocol]:
-    """Return uvicorn's HTTP/1.1 protocol with bounds: it waits for headers, and for clients that do not read, without end.
+    """Return uvicorn's HTTP/1.1 protocol with bounds: it waits for headers, and for clients that do
+    not read, without end.
 
-    Where more than ``settings.connections`` are open, the one that has waited longest for its client is cut off. Where the
-    server works for all of them, the new one gets 503. uvicorn's own limit counts connections that wait, too.
+    Where more than ``settings.connections`` are open, the one that has waited longest for its
+    client is cut off. Where the server works for all of them, the new one gets 503. uvicorn's own
+    limit counts connections that wait, too.
     """
     bounds = settings.bounds
-    busy = Refused(503, f"{settings.connections} connections have requests at work", "busy", retry_seconds=5)
+    busy = Refused(
+        503, f"{settings.connections} connections have requests at work", "busy", retry_seconds=5
+    )
     refusal = JSONResponse(busy.body, busy.status, headers={**busy.headers, "Connection": "close"})
 
     class Protocol(H11Protocol):
@@ -33,7 +38,11 @@ def protocol_within(settings: Settings) -> type[H11Protocol]:
             self._since = self.loop.time()
             self._expect_headers()
             if len(self.connections) > settings.connections:
-                others = [each for each in self.connections if isinstance(each, Protocol) and each is not self]
+                others = [
+                    each
+                    for each in self.connections
+                    if isinstance(each, Protocol) and each is not self
+                ]
                 if waiting := [each for each in others if each.waits_for_client]:
                     min(waiting, key=lambda each: each._since).cut_off()
                 else:
@@ -81,7 +90,8 @@ def protocol_within(settings: Settings) -> type[H11Protocol]:
                 self._headers = self.loop.call_later(bounds.body_seconds, self.transport.close)
 
         def _expect_reader(self) -> None:
-            """Cuts off a client that reads no byte for a while, though there are some. Closing alone would wait for it."""
+            """Cuts off a client that reads no byte for a while, though there are some. Closing
+            alone would wait for it."""
             if self._reader is None:
                 self._look_for_reader(-1)
 
@@ -91,6 +101,8 @@ def protocol_within(settings: Settings) -> type[H11Protocol]:
             if left == before:
                 self.cut_off()
             elif left > 0:
-                self._reader = self.loop.call_later(bounds.idle_seconds, self._look_for_reader, left)
+                self._reader = self.loop.call_later(
+                    bounds.idle_seconds, self._look_for_reader, left
+                )
 
     return Protocol

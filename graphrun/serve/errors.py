@@ -1,4 +1,5 @@
-"""Refusals as the OpenAI API words them: a status, and ``{"error": {"message", "type", "param", "code"}}``."""
+"""Refusals as the OpenAI API words them: a status, and ``{"error": {"message", "type", "param",
+"code"}}``."""
 
 from __future__ import annotations
 
@@ -6,13 +7,19 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-KINDS = {401: "authentication_error", 403: "request_forbidden", 404: "not_found_error", 429: "rate_limit_error"}
+KINDS = {
+    401: "authentication_error",
+    403: "request_forbidden",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 KINDS |= {500: "server_error", 503: "server_error"}
 
 
 class Refused(Exception):
-    """A request is not served. ``code``: a word for programs. ``param``: the field at fault. ``retry_seconds``: after which another
-    try may succeed. ``more``: further entries of the error."""
+    """A request is not served. ``code``: a word for programs. ``param``: the field at fault.
+    ``retry_seconds``: after which another try may succeed. ``more``: further entries of the
+    error."""
 
     def __init__(
         self,
@@ -37,9 +44,21 @@ class Refused(Exception):
     def body(self) -> dict[str, Any]:
         """The JSON body."""
         kind = KINDS.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code, **self.more}}
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+                **self.more,
+            }
+        }
 
     @property
     def headers(self) -> dict[str, str]:
         """``Retry-After`` in whole seconds (RFC 9110, 10.2.3) where another try may succeed."""
-        return {} if self.retry_seconds is None else {"Retry-After": str(max(1, math.ceil(self.retry_seconds)))}
+        return (
+            {}
+            if self.retry_seconds is None
+            else {"Retry-After": str(max(1, math.ceil(self.retry_seconds)))}
+        )

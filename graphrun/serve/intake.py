@@ -1,4 +1,5 @@
-"""What comes in: bodies bounded in bytes and seconds before anything looks at them, keys, and requests made of bodies."""
+"""What comes in: bodies bounded in bytes and seconds before anything looks at them, keys, and
+requests made of bodies."""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ T = TypeVar("T")
 class Bounded:
     """ASGI middleware that bounds the body of a request, in bytes and in seconds.
 
-    An answer that comes before the end of the body is the last one of its connection. As much of the body is read after
-    it as a body may have, so that a client that sends on gets the answer and not a reset (RFC 9112, 9.6).
+    An answer that comes before the end of the body is the last one of its connection. As much of
+    the body is read after it as a body may have, so that a client that sends on gets the answer and
+    not a reset (RFC 9112, 9.6).
     """
 
     def __init__(self, app: ASGIApp, bounds: Bounds) -> None:
@@ -47,7 +49,10 @@ class Bounded:
             started = True
             if message["type"] == "http.response.start" and not body.ended:
                 early = True
-                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+                message = {
+                    **message,
+                    "headers": [*message.get("headers", ()), (b"connection", b"close")],
+                }
             elif early and not message.get("more_body", False):
                 await send({**message, "more_body": True})
                 await body.discard()
@@ -56,10 +61,14 @@ class Bounded:
 
         try:
             await self._app(scope, body.receive, answer)
-        except asyncio.CancelledError:  # by uvicorn, which ends; it would log a traceback and answer 500
+        except (
+            asyncio.CancelledError
+        ):  # by uvicorn, which ends; it would log a traceback and answer 500
             if not started:
                 error = Refused.stopping()
-                await JSONResponse(error.body, error.status, headers=error.headers)(scope, receive, send)
+                await JSONResponse(error.body, error.status, headers=error.headers)(
+                    scope, receive, send
+                )
 
 
 class _Body:
@@ -75,7 +84,8 @@ class _Body:
         self.ended = self._length == 0 and b"transfer-encoding" not in headers
 
     async def receive(self) -> Message:
-        """The next message. Raises Refused where the body is too large or too slow, or its client has left."""
+        """The next message. Raises Refused where the body is too large or too slow, or its client
+        has left."""
         if self.ended:
             return await self._receive()
         self._refuse_large(self._length)
@@ -98,7 +108,11 @@ class _Body:
                 message = await self._receive()
         except TimeoutError:
             late = f"the body did not come within {self._bounds.body_seconds:g} s"
-            text = late if now + idle >= self._deadline else f"nothing came for {idle:g} s, and the body has not ended"
+            text = (
+                late
+                if now + idle >= self._deadline
+                else f"nothing came for {idle:g} s, and the body has not ended"
+            )
             raise Refused(408, text, "timeout") from None
         if message["type"] == "http.disconnect":
             raise Refused(499, "the client has left", "client_left")  # nobody reads it
@@ -128,11 +142,18 @@ async def generation_in(request: Request, graphs: Mapping[str, Graph], bounds: B
     graph = graph_of(body, graphs)
     needed = [name for name in picture_inputs(graph) if graph.inputs[name].required]
     if needed:
-        raise Refused(422, f"{graph.name} takes a picture: send it to /v1/images/edits", "picture_needed", param=needed[0])
+        raise Refused(
+            422,
+            f"{graph.name} takes a picture: send it to /v1/images/edits",
+            "picture_needed",
+            param=needed[0],
+        )
     return asked_of(body, graph, bounds, {})
 
 
-async def edit_in(request: Request, graphs: Mapping[str, Graph], bounds: Bounds, folder: Path) -> Asked:
+async def edit_in(
+    request: Request, graphs: Mapping[str, Graph], bounds: Bounds, folder: Path
+) -> Asked:
     """The request in a form, with its files written to ``folder``. Raises Refused."""
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise Refused(415, "send a form, with Content-Type: multipart/form-data", "not_a_form")
@@ -148,19 +169,33 @@ async def edit_in(request: Request, graphs: Mapping[str, Graph], bounds: Bounds,
     names = picture_inputs(graph)
     if not names:
         takers = [other.name for other in graphs.values() if picture_inputs(other)]
-        message = f"{graph.name} takes no picture; models that do: {', '.join(takers) or 'none here'}"
+        message = (
+            f"{graph.name} takes no picture; models that do: {', '.join(takers) or 'none here'}"
+        )
         raise Refused(404, message, "model_not_found", param="model")
-    places = {"image": names[0], **{of.name: of.name for of in graph.inputs.values() if of.type in ("image", "mask")}}
+    places = {
+        "image": names[0],
+        **{of.name: of.name for of in graph.inputs.values() if of.type in ("image", "mask")},
+    }
     if "mask" in uploads and "mask" not in places:
-        places["mask"] = next((of.name for of in graph.inputs.values() if of.type == "mask"), "mask")
+        places["mask"] = next(
+            (of.name for of in graph.inputs.values() if of.type == "mask"), "mask"
+        )
     files: dict[str, Any] = {}
     folder.mkdir(parents=True)
     for name, contents in uploads.items():
         target = graph.inputs.get(places.get(name, ""))
         if target is None:
-            raise Refused(422, f"{graph.name} takes no file {name[:100]!r}", "unknown_parameter", param=name[:100])
+            raise Refused(
+                422,
+                f"{graph.name} takes no file {name[:100]!r}",
+                "unknown_parameter",
+                param=name[:100],
+            )
         if len(contents) > 1:
-            raise Refused(422, f"{name}: {len(contents)} files, and one is taken", "invalid_value", param=name)
+            raise Refused(
+                422, f"{name}: {len(contents)} files, and one is taken", "invalid_value", param=name
+            )
         path = folder / target.name
         path.write_bytes(contents[0])
         files[target.name] = await asyncio.to_thread(_picture, name, target.type, path)
@@ -186,8 +221,12 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 async def _json(request: Request) -> dict[str, Any]:
-    """The JSON object in the body. Another content type is refused: a browser sends those to other sites without asking."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    """The JSON object in the body. Another content type is refused: a browser sends those to other
+    sites without asking."""
+    if (
+        request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        != "application/json"
+    ):
         raise Refused(415, "send JSON, with Content-Type: application/json", "not_json")
     try:
         body = parse_json(await request.body())
@@ -203,4 +242,6 @@ def _picture(name: str, kind: str, path: Path) -> Any:
     try:
         return media.accept(kind, path)
     except (InputError, ValueError) as error:
-        raise Refused(422, f"{name}: {str(error).replace(str(path), 'the file')}", "invalid_value", param=name) from None
+        raise Refused(
+            422, f"{name}: {str(error).replace(str(path), 'the file')}", "invalid_value", param=name
+        ) from None

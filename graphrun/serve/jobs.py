@@ -18,11 +18,13 @@ ENDED = ("done", "failed", "cancelled")
 
 @dataclass(eq=False)
 class Job:
-    """``state``: waiting, running, or one of `ENDED`. ``stage``, ``step``, ``steps``, ``preview`` (PNG) are of the run under way.
+    """``state``: waiting, running, or one of `ENDED`. ``stage``, ``step``, ``steps``, ``preview``
+    (PNG) are of the run under way.
 
-    Seconds of the device's clock: ``admitted_at``, ``promised_at`` (predicted to begin), ``begun_at``. Seconds of the wall:
-    ``planned`` and ``queued``. ``together``: requests that went stage by stage with it, itself included. ``measured``: of each run
-    that has ended, as the worker sends it. ``attempts``: workers that died.
+    Seconds of the device's clock: ``admitted_at``, ``promised_at`` (predicted to begin),
+    ``begun_at``. Seconds of the wall: ``planned`` and ``queued``. ``together``: requests that went
+    stage by stage with it, itself included. ``measured``: of each run that has ended, as the worker
+    sends it. ``attempts``: workers that died.
     """
 
     asked: Asked
@@ -64,7 +66,8 @@ class Job:
         self._changed = asyncio.Event()
 
     async def changes(self) -> AsyncIterator[None]:
-        """Yields at once, after each change, and ends when the job has ended. Changes between two looks are one."""
+        """Yields at once, after each change, and ends when the job has ended. Changes between two
+        looks are one."""
         while True:
             changed = self._changed
             yield

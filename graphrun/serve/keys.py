@@ -1,6 +1,8 @@
-"""API keys: a file with a name and the SHA-256 of a key on each line. The keys themselves are nowhere.
+"""API keys: a file with a name and the SHA-256 of a key on each line. The keys themselves are
+nowhere.
 
-Keys are long random texts, so one round of SHA-256 without salt cannot be inverted; passwords would need a slow hash.
+Keys are long random texts, so one round of SHA-256 without salt cannot be inverted; passwords would
+need a slow hash.
 """
 
 from __future__ import annotations
@@ -18,14 +20,18 @@ MAKE = "python -c 'import hashlib, secrets; k = secrets.token_urlsafe(32); print
 
 
 def read_keys(path: Path) -> dict[str, str]:
-    """Name -> hexadecimal SHA-256 of its key. Raises InputError with the line of another form, and for a file without keys."""
+    """Name -> hexadecimal SHA-256 of its key. Raises InputError with the line of another form, and
+    for a file without keys."""
     found: dict[str, str] = {}
     for number, line in enumerate(read_text(path).splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
         if len(words) != 2 or not re.fullmatch("[0-9a-f]{64}", words[1].lower()):
-            raise InputError(f"is no name and SHA-256 of a key; this prints a key and its SHA-256: {MAKE}", f"{path}:{number}")
+            raise InputError(
+                f"is no name and SHA-256 of a key; this prints a key and its SHA-256: {MAKE}",
+                f"{path}:{number}",
+            )
         if words[0] in found:
             raise InputError(f"{words[0]} has a key already", f"{path}:{number}")
         found[words[0]] = words[1].lower()

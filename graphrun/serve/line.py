@@ -1,12 +1,16 @@
-"""The queue: who runs next, and how long everyone waits. Knows seconds, and neither graphs nor clocks.
+"""The queue: who runs next, and how long everyone waits. Knows seconds, and neither graphs nor
+clocks.
 
-A run that finds the weights of its own plan on the device takes less than one after another plan. So a request may overtake others
-to stand behind one of its shape, as long as nobody ends later than was promised, by more than `PATIENCE`.
+A run that finds the weights of its own plan on the device takes less than one after another plan.
+So a request may overtake others to stand behind one of its shape, as long as nobody ends later than
+was promised, by more than `PATIENCE`.
 
-    waiting  A A B B C          A comes: behind the second A, if B, B and C still end in time; else at the end
+    waiting  A A B B C          A comes: behind the second A, if B, B and C still end in time; else
+    at the end
 
-Where the plan says that it takes less, requests of one shape go together, stage by stage. The first of them wait for the others, so
-a request joins them only where they still end in time; the longer the queue, the more go together.
+Where the plan says that it takes less, requests of one shape go together, stage by stage. The first
+of them wait for the others, so a request joins them only where they still end in time; the longer
+the queue, the more go together.
 
     in turn     (encode denoise decode)1 (encode denoise decode)2
     together    encode1 encode2 | (denoise decode)1 (denoise decode)2
@@ -24,10 +28,12 @@ MOST_TOGETHER = 16  # runs
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Predicted seconds of a run: the first one by its plan, and one right after another by the same plan. ``segments``: the same
-    of each part of a run, where runs may go together (`graphrun.batch.schedule`); such runs find and leave an empty device.
-    ``stages``: of each segment. ``stream``: of runs that go through the devices of a cluster, when each has ended, in seconds from
-    their begin: with nothing loaded, and with weights that are there; they stay there."""
+    """Predicted seconds of a run: the first one by its plan, and one right after another by the
+    same plan. ``segments``: the same of each part of a run, where runs may go together
+    (`graphrun.batch.schedule`); such runs find and leave an empty device. ``stages``: of each
+    segment. ``stream``: of runs that go through the devices of a cluster, when each has ended, in
+    seconds from their begin: with nothing loaded, and with weights that are there; they stay
+    there."""
 
     first_seconds: float
     again_seconds: float
@@ -48,7 +54,8 @@ class Cost:
         return [begin + first + number * again for number in range(runs)]
 
     def own(self, runs: int, warm: bool, later: bool) -> float:
-        """Seconds of ``runs`` of the runs that go together, without those of others. ``later``: others came before them."""
+        """Seconds of ``runs`` of the runs that go together, without those of others. ``later``:
+        others came before them."""
         if self.stream is not None:
             return self.once(warm or later) + (runs - 1) * self.again_seconds
         return sum(of[later] + (runs - 1) * of[1] for of in self.segments)
@@ -56,9 +63,10 @@ class Cost:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A request for ``runs`` runs of ``shape``. ``group``: its weights replace those of other shapes of the group. ``start`` and
-    ``end``: as they were promised, on the clock of the caller. ``beside``: groups whose weights stay; those of all others leave.
-    ``batch``: entries one after another with the same may go together; None: it runs by itself."""
+    """A request for ``runs`` runs of ``shape``. ``group``: its weights replace those of other
+    shapes of the group. ``start`` and ``end``: as they were promised, on the clock of the caller.
+    ``beside``: groups whose weights stay; those of all others leave. ``batch``: entries one after
+    another with the same may go together; None: it runs by itself."""
 
     item: Any
     group: Hashable
@@ -72,7 +80,8 @@ class Entry:
 
 
 class Line:
-    """Waiting requests in order. ``warm``: group -> the shape whose weights are on the device once what runs now has ended."""
+    """Waiting requests in order. ``warm``: group -> the shape whose weights are on the device once
+    what runs now has ended."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -83,8 +92,9 @@ class Line:
         return _ends([entry], warm)[-1]
 
     def times(self, entries: Sequence[Entry], begin: float) -> Iterator[tuple[float, float]]:
-        """When each of ``entries`` begins and ends if the first begins at ``begin``. Of entries that go together, the begin is the
-        one with which they would end at the same time if nobody were between their stages."""
+        """When each of ``entries`` begins and ends if the first begins at ``begin``. Of entries
+        that go together, the begin is the one with which they would end at the same time if nobody
+        were between their stages."""
         warm, done = dict(self.warm), 0
         while done < len(entries):
             taken = _taken(entries[done : done + MOST_TOGETHER], warm)
@@ -99,11 +109,14 @@ class Line:
         return max((end for _, end in self.times(self.entries, begin)), default=begin)
 
     def add(self, entry: Entry, now: float, begin: float) -> None:
-        """Places ``entry``, which is promised the start and the end that are predicted now. What runs now ends at ``begin``."""
+        """Places ``entry``, which is promised the start and the end that are predicted now. What
+        runs now ends at ``begin``."""
         position, entry.batch, entry.start, entry.end = self.place(entry, now, begin)
         self.entries.insert(position, entry)
 
-    def place(self, entry: Entry, now: float, begin: float) -> tuple[int, object | None, float, float]:
+    def place(
+        self, entry: Entry, now: float, begin: float
+    ) -> tuple[int, object | None, float, float]:
         """Where ``entry`` would stand, in which batch, and when it begins and ends."""
         for position, batch, first in self._places(entry):
             entry.batch = batch
@@ -115,14 +128,22 @@ class Line:
         raise AssertionError("at the end nobody is overtaken")
 
     def _places(self, entry: Entry) -> Iterator[tuple[int, object, int]]:
-        """Positions for ``entry``, the best first, with its batch there, and the number of the first entry that it would delay."""
+        """Positions for ``entry``, the best first, with its batch there, and the number of the
+        first entry that it would delay."""
         end, own = len(self.entries), (entry.group, entry.shape)
-        alike = [number for number, each in enumerate(self.entries) if (each.group, each.shape) == own]
+        alike = [
+            number for number, each in enumerate(self.entries) if (each.group, each.shape) == own
+        ]
         if alike:
             last = self.entries[alike[-1]]
             batch = [number for number, each in enumerate(self.entries) if each.batch is last.batch]
-            planned = all(of.segments or of.stream for of in (entry.cost, last.cost))  # else nobody knows whom it would delay
-            if planned and last.batch is not None and sum(self.entries[of].runs for of in batch) + entry.runs <= MOST_TOGETHER:
+            # else nobody knows whom it would delay
+            planned = all(of.segments or of.stream for of in (entry.cost, last.cost))
+            if (
+                planned
+                and last.batch is not None
+                and sum(self.entries[of].runs for of in batch) + entry.runs <= MOST_TOGETHER
+            ):
                 yield batch[-1] + 1, last.batch, batch[0]
         behind = alike[-1] + 1 if alike else 0 if self.warm.get(entry.group) == entry.shape else end
         for position in dict.fromkeys((behind, end)):
@@ -147,13 +168,16 @@ def _in_time(entry: Entry, times: tuple[float, float], now: float) -> bool:
 
 
 def go_together(entries: Sequence[Entry], warm: Mapping[Hashable, Hashable]) -> bool:
-    """Whether the runs of ``entries``, of one batch, take less together, the next one's weights included."""
+    """Whether the runs of ``entries``, of one batch, take less together, the next one's weights
+    included."""
     first, runs = entries[0], sum(entry.runs for entry in entries)
     cost, there = first.cost, is_warm(first, warm)
     if first.batch is None or not (cost.segments or cost.stream) or runs == 1:
         return False
     leaves = 0.0 if cost.stream else cost.first_seconds - cost.again_seconds
-    return cost.together(runs, there)[-1] + leaves < cost.once(there) + (runs - 1) * cost.again_seconds
+    return (
+        cost.together(runs, there)[-1] + leaves < cost.once(there) + (runs - 1) * cost.again_seconds
+    )
 
 
 def is_warm(entry: Entry, warm: Mapping[Hashable, Hashable]) -> bool:
@@ -162,8 +186,12 @@ def is_warm(entry: Entry, warm: Mapping[Hashable, Hashable]) -> bool:
 
 
 def _taken(entries: Sequence[Entry], warm: Mapping[Hashable, Hashable]) -> list[Entry]:
-    """The entries at the head of ``entries`` that run next: those of a batch where they go together, else one."""
-    number = next((number for number, each in enumerate(entries) if each.batch is not entries[0].batch), len(entries))
+    """The entries at the head of ``entries`` that run next: those of a batch where they go
+    together, else one."""
+    number = next(
+        (number for number, each in enumerate(entries) if each.batch is not entries[0].batch),
+        len(entries),
+    )
     batch = list(entries[: number if entries[0].batch is not None else 1])
     return batch if go_together(batch, warm) else batch[:1]
 
@@ -183,6 +211,10 @@ def _ends(entries: Sequence[Entry], warm: Mapping[Hashable, Hashable]) -> list[f
 def _after(entries: Sequence[Entry], warm: Mapping[Hashable, Hashable]) -> dict[Hashable, Hashable]:
     """What is warm after ``entries``, taken at once."""
     entry = entries[0]
-    found = {group: shape for group, shape in warm.items() if group in entry.beside and group != entry.group}
+    found = {
+        group: shape
+        for group, shape in warm.items()
+        if group in entry.beside and group != entry.group
+    }
     leaves = entry.cost.stream is None and go_together(entries, warm)
     return found if leaves else {**found, entry.group: entry.shape}

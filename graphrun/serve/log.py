@@ -1,4 +1,5 @@
-"""The log of a server: what its processes write, whoever writes it. Texts of clients are in it, in messages of libraries too."""
+"""The log of a server: what its processes write, whoever writes it. Texts of clients are in it, in
+messages of libraries too."""
 
 from __future__ import annotations
 
@@ -9,13 +10,14 @@ from typing import TextIO
 
 from graphrun.reading import printable
 
-# Within a text. Lines of a traceback are indented; any other line would begin an entry of the log that nobody wrote.
+# Within a text. Lines of a traceback are indented; any other line would begin an entry of the log
+# that nobody wrote.
 _FORGED = re.compile(r"\n(?=[^\s])")
 
 
 def escape_log() -> None:
-    """From now on this process's stdout and stderr have escapes in place of characters that a terminal acts on, and of line feeds
-    within a text but before indented lines.
+    """From now on this process's stdout and stderr have escapes in place of characters that a
+    terminal acts on, and of line feeds within a text but before indented lines.
 
     Call it before libraries are imported, whose handlers keep the stream that they find.
     """
@@ -29,7 +31,8 @@ def note(line: str) -> None:
 
 
 class _Escaped(io.TextIOBase):
-    """A text stream that writes to ``stream``. It is no terminal: nobody draws bars or colours into a log."""
+    """A text stream that writes to ``stream``. It is no terminal: nobody draws bars or colours into
+    a log."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

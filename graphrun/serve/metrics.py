@@ -26,22 +26,33 @@ class Metrics:
         self.requests = counter("requests", "Requests that have ended, by how", "graph", "status")
         self.pictures = counter("pictures", "Pictures made", "graph")
         self.plans = counter("plans", "Shapes of requests that were planned", "result")
-        self.restarts = counter("worker_restarts", "Times that the worker process died and was started again")
+        self.restarts = counter(
+            "worker_restarts", "Times that the worker process died and was started again"
+        )
         self.worker = gauge("worker_pid", "Process id of the worker")
         self.planning = gauge("planning_requests", "Requests that wait for a plan")
         self.waiting = gauge("waiting_requests", "Requests in the queue")
         self.running = gauge("running_requests", "Requests that the worker runs")
-        self.waiting_seconds = gauge("waiting_seconds", "Predicted seconds until the queue is empty")
+        self.waiting_seconds = gauge(
+            "waiting_seconds", "Predicted seconds until the queue is empty"
+        )
         self.share = gauge(
-            "share", "Share of the budgets that a graph has; below 1 its weights stay beside those of others", "graph"
+            "share",
+            "Share of the budgets that a graph has; below 1 its weights stay beside those of others",
+            "graph",
         )
         self.clock = gauge(
-            "clock_seconds", "Seconds of the device's clock since the start, of virtual time on the simulated device"
+            "clock_seconds",
+            "Seconds of the device's clock since the start, of virtual time on the simulated device",
         )
         self.ready = gauge("ready", "1 where requests are admitted and run")
         self.peak_bytes = gauge("peak_bytes", "Device memory of the last run", "graph", "kind")
-        self.queue_seconds = histogram("queue_seconds", "Seconds of the device's clock in the queue", "kind")
-        self.stage_seconds = histogram("stage_seconds", "Seconds of the device's clock in a stage", "graph", "stage", "kind")
+        self.queue_seconds = histogram(
+            "queue_seconds", "Seconds of the device's clock in the queue", "kind"
+        )
+        self.stage_seconds = histogram(
+            "stage_seconds", "Seconds of the device's clock in a stage", "graph", "stage", "kind"
+        )
 
     def text(self) -> bytes:
         """The text that Prometheus reads."""

@@ -1,7 +1,8 @@
 """Which web pages may use the server, and by which names browsers may call it.
 
-A browser sends a form of any page to any server, and says whose page it is: ``Origin``. It sends to this machine what a
-page sends to its own server, if somebody points the page's name to this machine (DNS rebinding). Then ``Host`` is that name.
+A browser sends a form of any page to any server, and says whose page it is: ``Origin``. It sends to
+this machine what a page sends to its own server, if somebody points the page's name to this machine
+(DNS rebinding). Then ``Host`` is that name.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@\\'\"]+")
 
 
 class Guarded:
-    """ASGI middleware that answers 403 to pages of other origins than ``origins``, and to calls by other names than ``names``.
+    """ASGI middleware that answers 403 to pages of other origins than ``origins``, and to calls by
+    other names than ``names``.
 
-    A request without ``Origin`` passes: no page sent it. The pages of this server pass: their origin is the ``Host``.
+    A request without ``Origin`` passes: no page sent it. The pages of this server pass: their
+    origin is the ``Host``.
     """
 
     def __init__(self, app: ASGIApp, names: Names, origins: Collection[str]) -> None:
@@ -44,7 +47,10 @@ class Guarded:
             await self._app(scope, receive, send)
 
     def _refusal(self, headers: dict[bytes, bytes]) -> Refused | None:
-        host, origin = (headers[name].decode("latin-1") if name in headers else None for name in (b"host", b"origin"))
+        host, origin = (
+            headers[name].decode("latin-1") if name in headers else None
+            for name in (b"host", b"origin")
+        )
         if host is not None and not self._names.include(host):
             name = _name_in(host)
             remedy = f": if it should be, start it with --allow-host {name}" if name else ""
@@ -66,14 +72,23 @@ class Guarded:
 class Names:
     """Names and addresses by which a server on ``bound`` is called.
 
-    They are ``bound``, those of the loopback, the name of the machine (with ``.local`` too), and ``allowed``: names,
-    ``*.example.com``, or ``*`` for any. On all interfaces they are any address: nobody can point an address elsewhere.
+    They are ``bound``, those of the loopback, the name of the machine (with ``.local`` too), and
+    ``allowed``: names, ``*.example.com``, or ``*`` for any. On all interfaces they are any address:
+    nobody can point an address elsewhere.
     """
 
     def __init__(self, bound: str, allowed: Collection[str]) -> None:
         machine = socket.gethostname().lower()
         first = machine.partition(".")[0]
-        every = ["localhost", "*.localhost", machine, first, f"{first}.local", bound.lower(), *allowed]
+        every = [
+            "localhost",
+            "*.localhost",
+            machine,
+            first,
+            f"{first}.local",
+            bound.lower(),
+            *allowed,
+        ]
         self._names = {_address(name) or name for name in every}
         self._any = "*" in allowed
         address = _address(bound)

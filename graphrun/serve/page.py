@@ -1,4 +1,5 @@
-"""The page at ``/``: a form, and what the server answers to it. Rendered here; nothing comes from another host."""
+"""The page at ``/``: a form, and what the server answers to it. Rendered here; nothing comes from
+another host."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from graphrun.serve.settings import Settings
 
 KINDS = {"page.js": "text/javascript", "page.css": "text/css"}
 ASSETS = {name: ((files(__package__) / name).read_bytes(), kind) for name, kind in KINDS.items()}
-# Scripts, styles and pictures of this server alone; data: and blob: are pictures that the page was sent.
+# Scripts, styles and pictures of this server alone; data: and blob: are pictures that the page was
+# sent.
 POLICY = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -22,8 +24,15 @@ POLICY = {
 def page(models: list[dict[str, Any]], settings: Settings) -> str:
     """The HTML. ``models``: as ``/v1/models`` shows them."""
     options = "".join(f"<option>{html.escape(of['id'])}</option>" for of in models)
-    rows = "".join(f"<tr><td>{html.escape(of['id'])}</td><td>{html.escape(_verdict(of))}</td></tr>" for of in models)
-    key = '<label>API key <input name="key" type="password" autocomplete="off" required></label>' if settings.keys else ""
+    rows = "".join(
+        f"<tr><td>{html.escape(of['id'])}</td><td>{html.escape(_verdict(of))}</td></tr>"
+        for of in models
+    )
+    key = (
+        '<label>API key <input name="key" type="password" autocomplete="off" required></label>'
+        if settings.keys
+        else ""
+    )
     bounds = settings.bounds
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -49,4 +58,10 @@ def page(models: list[dict[str, Any]], settings: Settings) -> str:
 
 def _verdict(model: dict[str, Any]) -> str:
     plan = model["plan"]
-    return "is being planned" if plan is None else plan["verdict"] if plan["fits"] else f"does not fit: {plan['verdict']}"
+    return (
+        "is being planned"
+        if plan is None
+        else plan["verdict"]
+        if plan["fits"]
+        else f"does not fit: {plan['verdict']}"
+    )

@@ -1,4 +1,5 @@
-"""The addresses of the server, a router for each of its parts. Handlers check and translate; `Service` decides."""
+"""The addresses of the server, a router for each of its parts. Handlers check and translate;
+`Service` decides."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ KEPT_JOBS = 100  # that have ended, with their pictures, up to `KEPT_PICTURES_BY
 
 
 def images(service: Service, pictures: Pictures) -> APIRouter:
-    """``/v1/images``: requests that are answered with their pictures, and cancelled when their client leaves."""
+    """``/v1/images``: requests that are answered with their pictures, and cancelled when their
+    client leaves."""
     router, settings = APIRouter(prefix="/v1/images"), service.settings
 
     async def answered(request: Request, asked: Asked, folder: Path, by: str) -> Response:
@@ -46,7 +48,9 @@ def images(service: Service, pictures: Pictures) -> APIRouter:
                 service.cancel(job)
             else:
                 shutil.rmtree(folder, ignore_errors=True)
-        return JSONResponse(result(done, pictures, str(request.base_url)), headers={"Server-Timing": timing(done)})
+        return JSONResponse(
+            result(done, pictures, str(request.base_url)), headers={"Server-Timing": timing(done)}
+        )
 
     @router.post("/generations", openapi_extra=GENERATION)
     async def generations(request: Request) -> Response:
@@ -69,8 +73,12 @@ def images(service: Service, pictures: Pictures) -> APIRouter:
     @router.get("/files/{name}", include_in_schema=False)
     async def file(name: str) -> Response:
         if (kept := pictures.get(name)) is None:
-            raise Refused(404, "there is no such picture; pictures are kept for a while only", "not_found")
-        return Response(kept[0], media_type=kept[1], headers={"Cache-Control": "private, max-age=3600"})
+            raise Refused(
+                404, "there is no such picture; pictures are kept for a while only", "not_found"
+            )
+        return Response(
+            kept[0], media_type=kept[1], headers={"Cache-Control": "private, max-age=3600"}
+        )
 
     return router
 
@@ -83,7 +91,10 @@ def models(service: Service) -> APIRouter:
     async def models(request: Request) -> Any:
         """The graphs, with their inputs, limits and predicted seconds."""
         owner_in(request, keys)
-        return {"object": "list", "data": [model_of(graph, service) for graph in service.graphs.values()]}
+        return {
+            "object": "list",
+            "data": [model_of(graph, service) for graph in service.graphs.values()],
+        }
 
     @router.get("/{name}")
     async def model(request: Request, name: str) -> Any:
@@ -95,7 +106,8 @@ def models(service: Service) -> APIRouter:
 
 
 def jobs(service: Service, pictures: Pictures) -> APIRouter:
-    """``/v1/jobs``: requests that are answered at once, and looked after later. A key sees its own."""
+    """``/v1/jobs``: requests that are answered at once, and looked after later. A key sees its
+    own."""
     router, settings = APIRouter(prefix="/v1/jobs"), service.settings
     kept: OrderedDict[str, Job] = OrderedDict()
 
@@ -120,7 +132,9 @@ def jobs(service: Service, pictures: Pictures) -> APIRouter:
             if len(kept) <= KEPT_JOBS and nbytes <= KEPT_PICTURES_BYTES:
                 break
             del kept[old]
-        return JSONResponse(shown(job, request), 202, headers={"Location": f"{request.base_url}v1/jobs/{job.id}"})
+        return JSONResponse(
+            shown(job, request), 202, headers={"Location": f"{request.base_url}v1/jobs/{job.id}"}
+        )
 
     @router.get("/{name}")
     async def state(request: Request, name: str) -> Any:
@@ -141,12 +155,20 @@ def jobs(service: Service, pictures: Pictures) -> APIRouter:
         if job.error is not None and job.ended:
             raise job.error
         if not job.ended:
-            raise Refused(409, f"the job is {job.state}", "not_ended", retry_seconds=max(1.0, service.predicted_wait(job)))
-        return JSONResponse(result(job, pictures, str(request.base_url)), headers={"Server-Timing": timing(job)})
+            raise Refused(
+                409,
+                f"the job is {job.state}",
+                "not_ended",
+                retry_seconds=max(1.0, service.predicted_wait(job)),
+            )
+        return JSONResponse(
+            result(job, pictures, str(request.base_url)), headers={"Server-Timing": timing(job)}
+        )
 
     @router.get("/{name}/events")
     async def events(request: Request, name: str) -> Response:
-        """Server-sent events: ``state`` after each change, ``preview`` (a PNG, base64) and at last ``end``."""
+        """Server-sent events: ``state`` after each change, ``preview`` (a PNG, base64) and at last
+        ``end``."""
         job = found(request, name)
 
         async def stream() -> AsyncIterator[str]:
@@ -175,7 +197,8 @@ def health(service: Service) -> APIRouter:
 
     @router.get("/readyz")
     async def readiness() -> Response:
-        """Whether requests are run: 503 while the server starts or stops, and while the worker is started again."""
+        """Whether requests are run: 503 while the server starts or stops, and while the worker is
+        started again."""
         return JSONResponse({"ready": service.ready}, 200 if service.ready else 503)
 
     @router.get("/metrics", include_in_schema=False)
@@ -192,7 +215,9 @@ def pages(service: Service) -> APIRouter:
 
     @router.get("/")
     async def front() -> Response:
-        shown = page([model_of(graph, service) for graph in service.graphs.values()], service.settings)
+        shown = page(
+            [model_of(graph, service) for graph in service.graphs.values()], service.settings
+        )
         return HTMLResponse(shown, headers=POLICY)
 
     @router.get("/page/{name}")

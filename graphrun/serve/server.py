@@ -1,4 +1,5 @@
-"""Runs the application on a port, until a signal: SIGTERM or SIGINT drains, a second one cancels what is left."""
+"""Runs the application on a port, until a signal: SIGTERM or SIGINT drains, a second one cancels
+what is left."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ FILES = 256  # open ones beside connections, and one upload of each
 
 
 def serve(settings: Settings, host: str, port: int, say: Callable[[str], None]) -> None:
-    """Serves until a signal. ``say`` gets a line when the port is open. Raises InputError where it cannot be opened."""
+    """Serves until a signal. ``say`` gets a line when the port is open. Raises InputError where it
+    cannot be opened."""
     escape_log()
     allow_open_files(FILES + 2 * settings.connections)
     asyncio.run(_serve(settings, host, port, say))
@@ -49,9 +51,13 @@ async def _serve(settings: Settings, host: str, port: int, say: Callable[[str], 
     service.start()
     running = asyncio.ensure_future(server.serve([listener]))
     port = listener.getsockname()[1]
-    say(f"serving {', '.join(service.graphs)} on http://{f'[{host}]' if ':' in host else host}:{port}")
+    say(
+        f"serving {', '.join(service.graphs)} on http://{f'[{host}]' if ':' in host else host}:{port}"
+    )
     try:
-        await asyncio.wait({running, asyncio.ensure_future(signals.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            {running, asyncio.ensure_future(signals.wait())}, return_when=asyncio.FIRST_COMPLETED
+        )
         if not running.done():
             say(f"stopping: requests may take {settings.drain_seconds:.0f} s more")
             await service.drain()
@@ -64,7 +70,8 @@ async def _serve(settings: Settings, host: str, port: int, say: Callable[[str], 
 
 
 def http_server(service: Service, host: str, port: int) -> tuple[uvicorn.Server, socket.socket]:
-    """The HTTP side of ``service``, and its open port. Raises InputError where the port cannot be opened."""
+    """The HTTP side of ``service``, and its open port. Raises InputError where the port cannot be
+    opened."""
     config = uvicorn.Config(
         create_app(service, host),
         host=host,
@@ -81,11 +88,14 @@ def http_server(service: Service, host: str, port: int) -> tuple[uvicorn.Server,
     try:
         return _Server(config), config.bind_socket()
     except SystemExit:  # uvicorn has logged the reason
-        raise InputError(f"--port {port}: the port cannot be opened on {host}: choose another") from None
+        raise InputError(
+            f"--port {port}: the port cannot be opened on {host}: choose another"
+        ) from None
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's own handlers would close the port at once; here it answers 503 while requests are drained."""
+    """uvicorn's own handlers would close the port at once; here it answers 503 while requests are
+    drained."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

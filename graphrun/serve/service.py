@@ -1,8 +1,10 @@
-"""Admits requests, keeps the queue, and hands one after another to the worker process. Runs in the event loop of the server.
+"""Admits requests, keeps the queue, and hands one after another to the worker process. Runs in the
+event loop of the server.
 
 submit -> plan of the shape (once) -> promised seconds, or 422 or 429 -> line -> worker -> pictures
 
-Where several runs of a shape wait, the planner is asked whether they take less together, stage by stage.
+Where several runs of a shape wait, the planner is asked whether they take less together, stage by
+stage.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from graphrun.serve.settings import Settings
 from graphrun.serve.shares import RECENT, SHARES, WHOLE, Arrangement, best
 from graphrun.serve.worker import work_forever
 
-KEPT_SHAPES = 256  # plans that are remembered; those asked for longest ago are read from the cache folder again
+# plans that are remembered; those asked for longest ago are read from the cache folder again
+KEPT_SHAPES = 256
 PLANNING = 8  # shapes that may wait to be planned
 PLAN_SECONDS = 5.0  # of planning a shape, before one was timed
 ATTEMPTS = 3  # workers that may die under one request; it may be what kills them
@@ -42,7 +45,8 @@ PACE = 0.2  # weight of the last run in the mean of wall seconds per predicted s
 
 @dataclass
 class _Running:
-    """One entry, or those that go together: what is left of them. ``planned``: seconds of the runs that have ended."""
+    """One entry, or those that go together: what is left of them. ``planned``: seconds of the runs
+    that have ended."""
 
     entries: list[Entry]
     together: bool
@@ -76,21 +80,30 @@ class Service:
     def __init__(self, settings: Settings) -> None:
         self.settings, self.metrics, self.line = settings, Metrics(), Line()
         self.created = int(time.time())
-        self.graphs: dict[str, Graph] = {g.name: g for g in (api.load(path, trust=settings.trust) for path in settings.graphs)}
-        self.defaults: dict[str, Shape] = {g.name: (g.name, settings_of(g, g.for_planning({}))) for g in self.graphs.values()}
-        self.shapes: OrderedDict[tuple[Shape, float], asyncio.Future[PlannedShape]] = OrderedDict()  # by share of the budgets
+        self.graphs: dict[str, Graph] = {
+            g.name: g for g in (api.load(path, trust=settings.trust) for path in settings.graphs)
+        }
+        self.defaults: dict[str, Shape] = {
+            g.name: (g.name, settings_of(g, g.for_planning({}))) for g in self.graphs.values()
+        }
+        # by share of the budgets
+        self.shapes: OrderedDict[tuple[Shape, float], asyncio.Future[PlannedShape]] = OrderedDict()
         self.shares: Arrangement = {}
         self._recent: deque[str] = deque(maxlen=RECENT)  # graphs of the runs of late
         self.draining = False
-        self.pace = 1.0  # wall seconds per predicted second: a prior may be wrong, and `sim` predicts virtual seconds
+        # wall seconds per predicted second: a prior may be wrong, and `sim` predicts virtual
+        # seconds
+        self.pace = 1.0
         self._plan_seconds, self._clock, self._past = PLAN_SECONDS, 0.0, 0.0
         self._running: _Running | None = None
         self._worker: Child | None = None
         self._planner: Child | None = None
-        self._looking: tuple[Shape, float] | None = None  # what the planner is asked whether it goes together
+        # what the planner is asked whether it goes together
+        self._looking: tuple[Shape, float] | None = None
         self._ready, self._closed, self._deaths = False, False, 0
         self._unplanned = 0  # requests that wait for a plan
-        self._stopped = asyncio.get_running_loop().create_future()  # done when all requests are cancelled
+        # done when all requests are cancelled
+        self._stopped = asyncio.get_running_loop().create_future()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -106,11 +119,16 @@ class Service:
     @property
     def ready(self) -> bool:
         """Whether a request that is sent now would be run."""
-        planned = (of.done() for (key, share), of in self.shapes.items() if share == WHOLE and key in self.defaults.values())
+        planned = (
+            of.done()
+            for (key, share), of in self.shapes.items()
+            if share == WHOLE and key in self.defaults.values()
+        )
         return self._ready and not self.draining and all(planned)
 
     async def drain(self) -> None:
-        """Refuses new requests, and waits for those that were admitted, up to ``drain_seconds``; then cancels them."""
+        """Refuses new requests, and waits for those that were admitted, up to ``drain_seconds``;
+        then cancels them."""
         self.draining = True
         try:
             async with asyncio.timeout(self.settings.drain_seconds):
@@ -119,7 +137,8 @@ class Service:
             self.cancel_all()
 
     def cancel_all(self) -> None:
-        """Cancels all requests: those that wait at once, for a plan too, the running one at the end of its step."""
+        """Cancels all requests: those that wait at once, for a plan too, the running one at the end
+        of its step."""
         if not self._stopped.done():
             self._stopped.set_result(None)
         for entry in list(self.line.entries):
@@ -140,39 +159,62 @@ class Service:
 
     # -- planning
 
-    def shape(self, shape: Shape, inputs: Any, share: float = WHOLE) -> asyncio.Future[PlannedShape]:
-        """The plan of a shape within ``share`` of the budgets, made once. ``inputs``: any of this shape. Raises Refused: 429 where
-        many wait to be planned, 503 while the planner is started again."""
+    def shape(
+        self, shape: Shape, inputs: Any, share: float = WHOLE
+    ) -> asyncio.Future[PlannedShape]:
+        """The plan of a shape within ``share`` of the budgets, made once. ``inputs``: any of this
+        shape. Raises Refused: 429 where many wait to be planned, 503 while the planner is started
+        again."""
         key = shape, share
         if key not in self.shapes:
             waiting = sum(not of.done() for of in self.shapes.values())
             if waiting >= PLANNING + len(self.graphs):
                 text = f"{waiting} sizes are being planned"
-                raise Refused(429, text, "busy_planning", retry_seconds=waiting * self._plan_seconds)
+                raise Refused(
+                    429, text, "busy_planning", retry_seconds=waiting * self._plan_seconds
+                )
             if self._planner is None:
-                raise Refused(503, "the planner is started again", "interrupted", retry_seconds=RESTART_SECONDS)
+                raise Refused(
+                    503,
+                    "the planner is started again",
+                    "interrupted",
+                    retry_seconds=RESTART_SECONDS,
+                )
             self.shapes[key] = asyncio.get_running_loop().create_future()
-            self.shapes[key].add_done_callback(lambda future: future.exception())  # nobody may wait for it
+            # nobody may wait for it
+            self.shapes[key].add_done_callback(lambda future: future.exception())
             sizes = {name: inputs[name] for name, _ in shape[1]}
             self._planner.send("plan", key=key, graph=shape[0], inputs=sizes, share=share)
         self.shapes.move_to_end(key)
-        spare = [old for old, of in self.shapes.items() if of.done() and old[0] not in self.defaults.values()]
+        spare = [
+            old
+            for old, of in self.shapes.items()
+            if of.done() and old[0] not in self.defaults.values()
+        ]
         for old in spare[: max(0, len(self.shapes) - KEPT_SHAPES)]:
             del self.shapes[old]
         return self.shapes[key]
 
     def _plan_together(self, entry: Entry) -> None:
-        """Has the planner look whether runs as those of ``entry`` take less together, if it has nothing else to do."""
+        """Has the planner look whether runs as those of ``entry`` take less together, if it has
+        nothing else to do."""
         key = _key(entry)
         alike = sum(each.runs for each in self.line.entries if each.shape == entry.shape)
-        if self._planner is None or alike < 2 or not all(of.done() for of in self.shapes.values()) or self._looking is not None:
+        if (
+            self._planner is None
+            or alike < 2
+            or not all(of.done() for of in self.shapes.values())
+            or self._looking is not None
+        ):
             return
         planned = self.shapes[key].result() if key in self.shapes else None
         if planned is not None and not planned.looked:
             self._looking = key
             inputs = entry.item.asked.runs[0]
             sizes = {name: inputs[name] for name, _ in key[0][1]}
-            self._planner.send("plan_together", key=key, graph=key[0][0], inputs=sizes, budgets=planned.budgets)
+            self._planner.send(
+                "plan_together", key=key, graph=key[0][0], inputs=sizes, budgets=planned.budgets
+            )
 
     def _start_planner(self) -> None:
         if self._closed:
@@ -198,20 +240,29 @@ class Service:
         if kind == "planned":
             future.set_result(content["shape"])
         else:
-            future.set_exception(Refused(content["status"], content["message"], content["code"], more=content["more"]))
+            future.set_exception(
+                Refused(
+                    content["status"], content["message"], content["code"], more=content["more"]
+                )
+            )
 
     def _planner_died(self) -> None:
         self._planner = self._looking = None
-        for key in [key for key, of in self.shapes.items() if not of.done()]:  # the next request of the shape asks again
+        for key in [
+            key for key, of in self.shapes.items() if not of.done()
+        ]:  # the next request of the shape asks again
             self.shapes.pop(key).set_exception(
-                Refused(503, "planning was interrupted", "interrupted", retry_seconds=self._plan_seconds)
+                Refused(
+                    503, "planning was interrupted", "interrupted", retry_seconds=self._plan_seconds
+                )
             )
         asyncio.get_running_loop().call_later(RESTART_SECONDS, self._start_planner)
 
     # -- admission
 
     async def submit(self, asked: Asked, owner: str, folder: Path, *, preview: bool = False) -> Job:
-        """Admits a request. Raises Refused: 422 where no plan fits, 429 where the queue is too long, 503 while the server stops."""
+        """Admits a request. Raises Refused: 422 where no plan fits, 429 where the queue is too
+        long, 503 while the server stops."""
         self._refuse_if(self.draining)
         job = Job(asked, owner, folder, preview)
         with self._at_work():
@@ -262,7 +313,9 @@ class Service:
         job.budgets = planned.budgets
         together = self.shares.items() if self.shares.get(asked.graph) == share else ()
         group = asked.graph, share
-        entry = Entry(job, group, asked.shape, planned.cost, len(asked.runs), beside=frozenset(together))
+        entry = Entry(
+            job, group, asked.shape, planned.cost, len(asked.runs), beside=frozenset(together)
+        )
         begin = self._clock + self._left_seconds()
         *_, start, _ = self.line.place(entry, self._clock, begin)
         wait = (start - self._clock) * self.pace
@@ -270,22 +323,38 @@ class Service:
             text = f"the queue takes {wait:.0f} s, and at most {self.settings.queue_seconds:.0f} s are accepted"
             raise Refused(429, text, "queue_full", retry_seconds=wait - self.settings.queue_seconds)
         self.line.add(entry, self._clock, begin)
-        job.admitted_at, job.promised_at, job.seconds = self._clock, entry.start, entry.end - entry.start
+        job.admitted_at, job.promised_at, job.seconds = (
+            self._clock,
+            entry.start,
+            entry.end - entry.start,
+        )
         self._plan_together(entry)
         self._next()
         return job
 
     def _arrange(self, graph: str) -> None:
-        """Notes a run of ``graph``, and decides which graphs stay together from now on. What waits is run as it was planned."""
+        """Notes a run of ``graph``, and decides which graphs stay together from now on. What waits
+        is run as it was planned."""
         self._recent.append(graph)
         used = sorted(set(self._recent))
         keys = [(self.defaults[name], share) for name in used for share in (WHOLE, *SHARES)]
         missing = [key for key in keys if key not in self.shapes]
-        if missing and len(used) > 1 and self._planner is not None and all(of.done() for of in self.shapes.values()):
+        if (
+            missing
+            and len(used) > 1
+            and self._planner is not None
+            and all(of.done() for of in self.shapes.values())
+        ):
             shape, share = missing[0]  # one at a time: clients' shapes wait for one plan at most
             self.shape(shape, self.graphs[shape[0]].for_planning({}), share)
-        plans = {key: self.shapes[key] for key in keys if key in self.shapes and self.shapes[key].done()}
-        costs = {(of[0], share): plan.result().cost for (of, share), plan in plans.items() if plan.exception() is None}
+        plans = {
+            key: self.shapes[key] for key in keys if key in self.shapes and self.shapes[key].done()
+        }
+        costs = {
+            (of[0], share): plan.result().cost
+            for (of, share), plan in plans.items()
+            if plan.exception() is None
+        }
         if all((name, WHOLE) in costs for name in used):
             self.shares = best(self.shares, tuple(self._recent), costs)
         for name in self.graphs:
@@ -295,7 +364,10 @@ class Service:
         """Predicted wall seconds until ``job`` begins."""
         begin = self._clock + self._left_seconds()
         times = zip(self.line.entries, self.line.times(self.line.entries, begin), strict=True)
-        return next(((start - self._clock) * self.pace for entry, (start, _) in times if entry.item is job), 0.0)
+        return next(
+            ((start - self._clock) * self.pace for entry, (start, _) in times if entry.item is job),
+            0.0,
+        )
 
     def cancel(self, job: Job, why: Refused | None = None) -> None:
         """Cancels ``job``: at once where it waits, else when the worker says so."""
@@ -331,7 +403,9 @@ class Service:
     def _next(self) -> None:
         """Hands the next request to the worker, if it is free."""
         self.metrics.waiting.set(len(self.line.entries))
-        self.metrics.waiting_seconds.set((self.line.end(self._clock + self._left_seconds()) - self._clock) * self.pace)
+        self.metrics.waiting_seconds.set(
+            (self.line.end(self._clock + self._left_seconds()) - self._clock) * self.pace
+        )
         if self._running is not None or not self._ready or not self.line.entries:
             return
         warm = dict(self.line.warm)
@@ -340,12 +414,21 @@ class Service:
         for job in (entry.item for entry in entries):
             job.together = len(entries)
             if job.begun_at is None:
-                job.begun_at, job.queued = self._clock, time.monotonic() - job.submitted - job.planned
+                job.begun_at, job.queued = (
+                    self._clock,
+                    time.monotonic() - job.submitted - job.planned,
+                )
         first = entries[0]
         cost, there = first.cost, is_warm(first, warm)
-        lone = cost.together(sum(entry.runs for entry in entries), there)[-1] if together else cost.once(there)
+        lone = (
+            cost.together(sum(entry.runs for entry in entries), there)[-1]
+            if together
+            else cost.once(there)
+        )
         stream = together and cost.stream is not None
-        self._running = _Running(entries, together, time.monotonic(), self._clock, lone, stream, len(entries))
+        self._running = _Running(
+            entries, together, time.monotonic(), self._clock, lone, stream, len(entries)
+        )
         self.metrics.running.set(len(entries))
         if together:
             self._send_together()
@@ -375,7 +458,12 @@ class Service:
         """What the worker is told of the ``number``-th run of ``job``. Makes its folder."""
         folder = job.folder / str(number)
         folder.mkdir(parents=True, exist_ok=True)
-        own = {"inputs": job.asked.runs[number], "folder": folder, "suffix": job.asked.suffix, "preview": job.preview_wanted}
+        own = {
+            "inputs": job.asked.runs[number],
+            "folder": folder,
+            "suffix": job.asked.suffix,
+            "preview": job.preview_wanted,
+        }
         return {"id": job.id, "number": number, **own}
 
     def _send_run(self) -> None:
@@ -385,7 +473,12 @@ class Service:
         job.change(state="running", stage="", step=0, steps=0)
         entry, run = self._running.entry, self._run_of(job, len(job.measured))
         del run["number"]
-        own = {"graph": job.asked.graph, "budgets": job.budgets, "group": entry.group, "beside": entry.beside}
+        own = {
+            "graph": job.asked.graph,
+            "budgets": job.budgets,
+            "group": entry.group,
+            "beside": entry.beside,
+        }
         self._worker.send("run", **run, **own)
 
     def _hear_worker(self, kind: str, clock_seconds: float | None = None, **content: Any) -> None:
@@ -420,20 +513,26 @@ class Service:
             if not running.together:
                 self.line.warm.clear()
             self._finish(entry, "cancelled")
-        elif job.attempts and content["status"] == 500 and any(job.folder.rglob("*.steps")):  # the saved state is of no use
+        elif (
+            job.attempts and content["status"] == 500 and any(job.folder.rglob("*.steps"))
+        ):  # the saved state is of no use
             shutil.rmtree(job.folder / str(len(job.measured)))
             self.line.warm.clear()
             self._send_run()
         elif kind == "failed":
             self.line.warm.clear()
             retry = 5 + self._left_seconds() if content["status"] == 503 else None
-            job.error = job.error or Refused(content["status"], content["message"], "run_failed", retry_seconds=retry)
+            job.error = job.error or Refused(
+                content["status"], content["message"], "run_failed", retry_seconds=retry
+            )
             self._finish(entry, "failed")
 
     def _took(self, running: _Running, entry: Entry, content: dict[str, Any]) -> None:
         """A run of ``entry`` has ended with a picture."""
         job: Job = entry.item
-        if running.together and entry.batch is None:  # another run of it failed, and all of them run again
+        if (
+            running.together and entry.batch is None
+        ):  # another run of it failed, and all of them run again
             return
         planned, _ = content["seconds"]
         running.planned += planned
@@ -451,8 +550,11 @@ class Service:
         whole = len(job.measured) == len(job.asked.runs)
         if running.together and whole and running.count > 1:
             took = sum(of["seconds"][1] for of in job.measured)
-            job.begun_at = max(job.admitted_at, self._clock - took)  # the seconds between its stages were in the queue too
-            job.queued = max(job.queued, time.monotonic() - job.submitted - job.planned - took * self.pace)
+            # the seconds between its stages were in the queue too
+            job.begun_at = max(job.admitted_at, self._clock - took)
+            job.queued = max(
+                job.queued, time.monotonic() - job.submitted - job.planned - took * self.pace
+            )
         if job.error is not None and (whole or not running.together):
             self._finish(entry, "cancelled")
         elif whole:
@@ -470,7 +572,9 @@ class Service:
         assert self._running is not None
         job, running = entry.item, self._running
         if job.begun_at is not None and state == "done":
-            self.metrics.queue_seconds.labels("predicted").observe(job.promised_at - job.admitted_at)
+            self.metrics.queue_seconds.labels("predicted").observe(
+                job.promised_at - job.admitted_at
+            )
             self.metrics.queue_seconds.labels("measured").observe(job.begun_at - job.admitted_at)
         running.entries = [each for each in running.entries if each is not entry]
         if not running.together:
@@ -480,7 +584,8 @@ class Service:
             self._next()
 
     def _ended_together(self, running: _Running) -> None:
-        """The worker is done with runs that went together. What is left of them runs next, each by itself."""
+        """The worker is done with runs that went together. What is left of them runs next, each by
+        itself."""
         if running.planned > 0 and not running.entries:
             if running.stream:
                 running.planned = running.lone
@@ -490,7 +595,8 @@ class Service:
         self._next()
 
     def _put_back(self, entries: list[Entry], *, begun: bool) -> None:
-        """Puts ``entries``, which ran, at the head of the queue, each by itself. ``begun``: the pictures they have are kept."""
+        """Puts ``entries``, which ran, at the head of the queue, each by itself. ``begun``: the
+        pictures they have are kept."""
         for entry in reversed(entries):
             job: Job = entry.item
             if job.error is not None:
@@ -516,7 +622,8 @@ class Service:
             self._idle.set()
 
     def _worker_died(self) -> None:
-        """Starts another worker. The request that ran goes on there, unless it may be what ends the workers."""
+        """Starts another worker. The request that ran goes on there, unless it may be what ends the
+        workers."""
         self._ready, self._past = False, self._clock
         self._deaths += 1
         self.line.warm.clear()
@@ -534,7 +641,8 @@ class Service:
                 else:
                     left.append(entry)
             self._put_back(left, begun=not running.together)
-        wait = min(30.0, 2.0 ** (self._deaths - 2)) if self._deaths > 1 else 0.0  # the longer the more often it died
+        # the longer the more often it died
+        wait = min(30.0, 2.0 ** (self._deaths - 2)) if self._deaths > 1 else 0.0
         asyncio.get_running_loop().call_later(wait, self._start_worker)
 
 

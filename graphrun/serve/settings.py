@@ -24,17 +24,19 @@ class Bounds:
     steps: int = 100
     pictures: int = 4
     body_seconds: float = 20.0  # for headers, and again for the body
-    idle_seconds: float = 5.0  # without a byte of a body, without a request, or without a byte of an answer read
+    # without a byte of a body, without a request, or without a byte of an answer read
+    idle_seconds: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """``budgets``: arguments of `graphrun.estimate`, with ``ram`` in bytes. ``hardware``: of each device, the first is main.
-    ``cluster``: it has the devices and their budgets then; ``hardware`` is empty, and ``budgets`` has the others.
-    ``folder``: for journals, uploads and pictures. ``limits``: those of `graphrun.limits` that the processes take over. ``keys``:
-    hashes of API keys by name; empty: none is asked for. ``queue_seconds``: the longest predicted wait of a request that is
-    admitted. ``drain_seconds``: of requests after SIGTERM. ``connections``: open at once.
-    ``allow_hosts`` and ``allow_origins``: as `graphrun.serve.origins` takes them.
+    """``budgets``: arguments of `graphrun.estimate`, with ``ram`` in bytes. ``hardware``: of each
+    device, the first is main. ``cluster``: it has the devices and their budgets then; ``hardware``
+    is empty, and ``budgets`` has the others. ``folder``: for journals, uploads and pictures.
+    ``limits``: those of `graphrun.limits` that the processes take over. ``keys``: hashes of API
+    keys by name; empty: none is asked for. ``queue_seconds``: the longest predicted wait of a
+    request that is admitted. ``drain_seconds``: of requests after SIGTERM. ``connections``: open at
+    once. ``allow_hosts`` and ``allow_origins``: as `graphrun.serve.origins` takes them.
     """
 
     graphs: tuple[Path, ...]

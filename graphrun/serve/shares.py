@@ -1,11 +1,12 @@
-"""Which graphs stay on the device together, each within a share of the budgets, and which have all of them in turn. Pure.
+"""Which graphs stay on the device together, each within a share of the budgets, and which have all
+of them in turn. Pure.
 
-    runs of late     A B A B B A C ...
-    {}               each in turn: whoever runs has all of the budgets, and every change of graph loads weights anew
-    {A: .5, B: .5}   A and B find their weights and stream more; C takes everything, and both load anew after it
+    runs of late     A B A B B A C ... {}               each in turn: whoever runs has all of the
+    budgets, and every change of graph loads weights anew {A: .5, B: .5}   A and B find their
+    weights and stream more; C takes everything, and both load anew after it
 
-Shares are of VRAM, RAM, page-locked RAM and disk alike, and add up to 1 at most: each graph is planned within its own, so that all
-of them are within the budgets whoever runs.
+Shares are of VRAM, RAM, page-locked RAM and disk alike, and add up to 1 at most: each graph is
+planned within its own, so that all of them are within the budgets whoever runs.
 """
 
 from __future__ import annotations
@@ -34,9 +35,13 @@ def arrangements(runs: Sequence[str]) -> Iterator[Arrangement]:
 
 
 def seconds_of(
-    arrangement: Arrangement, runs: Sequence[str], costs: Mapping[tuple[str, float], Cost], warm: Collection[str] = ()
+    arrangement: Arrangement,
+    runs: Sequence[str],
+    costs: Mapping[tuple[str, float], Cost],
+    warm: Collection[str] = (),
 ) -> float:
-    """Predicted seconds of ``runs``, one after another. ``costs``: by graph and share. ``warm``: graphs whose weights are there."""
+    """Predicted seconds of ``runs``, one after another. ``costs``: by graph and share. ``warm``:
+    graphs whose weights are there."""
     total, warm = 0.0, set(warm)
     for graph in runs:
         cost = costs[graph, arrangement.get(graph, WHOLE)]
@@ -45,11 +50,21 @@ def seconds_of(
     return total
 
 
-def best(now: Arrangement, runs: Sequence[str], costs: Mapping[tuple[str, float], Cost]) -> Arrangement:
-    """The arrangement with the least predicted seconds if the next runs are as ``runs`` were. A change begins with an empty device.
+def best(
+    now: Arrangement, runs: Sequence[str], costs: Mapping[tuple[str, float], Cost]
+) -> Arrangement:
+    """The arrangement with the least predicted seconds if the next runs are as ``runs`` were. A
+    change begins with an empty device.
 
-    Shares that ``costs`` lacks are not among the choices: nothing fits them, or their plan is not there yet.
+    Shares that ``costs`` lacks are not among the choices: nothing fits them, or their plan is not
+    there yet.
     """
-    known = [each for each in arrangements(runs) if each != now and all(item in costs for item in each.items())]
+    known = [
+        each
+        for each in arrangements(runs)
+        if each != now and all(item in costs for item in each.items())
+    ]
     there = now or runs[-1:]
-    return min([now, *known], key=lambda each: seconds_of(each, runs, costs, there if each is now else ()))
+    return min(
+        [now, *known], key=lambda each: seconds_of(each, runs, costs, there if each is now else ())
+    )

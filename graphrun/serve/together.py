@@ -1,7 +1,9 @@
-"""Runs of one shape that go together, stage by stage, as lists of requests do (`graphrun.batch.queue`); and what every run of a
-server keeps on disk. In the worker process alone: it imports torch.
+"""Runs of one shape that go together, stage by stage, as lists of requests do
+(`graphrun.batch.queue`); and what every run of a server keeps on disk. In the worker process alone:
+it imports torch.
 
-Each run tells its steps and is cancelled as one by itself is. What cannot end here is left to run by itself.
+Each run tells its steps and is cancelled as one by itself is. What cannot end here is left to run
+by itself.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ class Asked:
 
 @dataclass(slots=True)
 class Measured:
-    """What a run took, in all and by stage, beside what was planned; seconds of the device's clock. Peaks are of the device, with
-    those of other sessions."""
+    """What a run took, in all and by stage, beside what was planned; seconds of the device's clock.
+    Peaks are of the device, with those of other sessions."""
 
     stages: dict[str, tuple[float, float]] = field(default_factory=dict)
     seconds: tuple[float, float] = (0.0, 0.0)
@@ -54,8 +56,12 @@ class Measured:
     notes: tuple[str, ...] = ()
 
     def add(self, trace: Trace, solution: Solution, again: bool, others_bytes: int) -> None:
-        """Adds a run by ``solution``. ``again``: it found the weights of the run before. ``others_bytes``: of other sessions."""
-        simulation, stage_of = solution.simulation, {phase.name: phase.stage for phase in solution.chosen.phases}
+        """Adds a run by ``solution``. ``again``: it found the weights of the run before.
+        ``others_bytes``: of other sessions."""
+        simulation, stage_of = (
+            solution.simulation,
+            {phase.name: phase.stage for phase in solution.chosen.phases},
+        )
         planned = simulation.again if again and simulation.again else simulation.slots
         seconds: dict[str, list[float]] = {}
         took = [(slot.phase, 0, slot.seconds) for slot in planned]
@@ -64,19 +70,36 @@ class Measured:
             if (stage := stage_of.get(phase)) is not None:
                 seconds.setdefault(stage, [0.0, 0.0])[column] += each
         overhead_bytes = solution.problem.overhead_bytes - solution.problem.reserve_bytes
-        peaks = overhead_bytes + others_bytes + simulation.peak_bytes, overhead_bytes + trace.peak_bytes
+        peaks = (
+            overhead_bytes + others_bytes + simulation.peak_bytes,
+            overhead_bytes + trace.peak_bytes,
+        )
         self.stages |= {stage: (pair[0], pair[1]) for stage, pair in seconds.items()}
-        self.seconds = self.seconds[0] + sum(slot.seconds for slot in planned), self.seconds[1] + trace.seconds
+        self.seconds = (
+            self.seconds[0] + sum(slot.seconds for slot in planned),
+            self.seconds[1] + trace.seconds,
+        )
         self.peak_bytes = max(self.peak_bytes[0], peaks[0]), max(self.peak_bytes[1], peaks[1])
         self.plan, self.notes = solution.plan.digest, (*self.notes, *trace.notes)
 
 
-def saved(asked: Asked, outputs: Mapping[str, Any], graph: Graph, version: str, measured: Measured, problem: str) -> dict[str, Any]:
-    """Saves the pictures among ``outputs``. Returns what the server is told. ``problem``: digest, for the metadata."""
+def saved(
+    asked: Asked,
+    outputs: Mapping[str, Any],
+    graph: Graph,
+    version: str,
+    measured: Measured,
+    problem: str,
+) -> dict[str, Any]:
+    """Saves the pictures among ``outputs``. Returns what the server is told. ``problem``: digest,
+    for the metadata."""
     pictures = {name: value for name, value in outputs.items() if graph.kinds()[name] == "image"}
     about = made_of(graph.name, asked.inputs, problem, version)
     files = save_outputs(pictures, asked.folder / f"picture{asked.suffix}", made_of=about)
-    told = {name: getattr(measured, name) for name in ("stages", "seconds", "peak_bytes", "plan", "notes")}
+    told = {
+        name: getattr(measured, name)
+        for name in ("stages", "seconds", "peak_bytes", "plan", "notes")
+    }
     return {"files": list(files), **told}
 
 
@@ -86,7 +109,9 @@ class Keeper(RequestJournal):
     def __init__(self, asked: Asked, tell: Callable[..., None]) -> None:
         super().__init__(asked.folder)
         self._tell, self._preview = tell, asked.preview
-        self._aspect = float(asked.inputs.get("height") or 1) / float(asked.inputs.get("width") or 1)
+        self._aspect = float(asked.inputs.get("height") or 1) / float(
+            asked.inputs.get("width") or 1
+        )
         self._shown = 0.0
 
     def wants(self, stage: str, done: int, steps: int) -> bool:
@@ -105,7 +130,8 @@ class Keeper(RequestJournal):
             self._tell(stage=stage, done=state.done, steps=state.steps, preview=file.getvalue())
 
     def values(self, stage: str) -> None:
-        """None: a run that was interrupted goes on by itself, and computes what is before its loop again."""
+        """None: a run that was interrupted goes on by itself, and computes what is before its loop
+        again."""
 
     def keep(self, stage: str, outputs: Mapping[str, Any]) -> None:
         """Deletes the state of the loop of ``stage``."""
@@ -135,8 +161,19 @@ class _Keepers(Journal):
 class _Watching(Watcher):
     """Sends how each run ended."""
 
-    def __init__(self, every: Sequence[Asked], send: Callable[..., None], is_cancelled: Callable[[str], bool], others: int) -> None:
-        self._every, self._send, self._is_cancelled, self._others_bytes = every, send, is_cancelled, others
+    def __init__(
+        self,
+        every: Sequence[Asked],
+        send: Callable[..., None],
+        is_cancelled: Callable[[str], bool],
+        others: int,
+    ) -> None:
+        self._every, self._send, self._is_cancelled, self._others_bytes = (
+            every,
+            send,
+            is_cancelled,
+            others,
+        )
         self._measured = [Measured() for _ in every]
         self._again = self._begun = False
 
@@ -165,9 +202,17 @@ class _Watching(Watcher):
         self._again, self._begun = True, False
 
     def left_out(self, request: Request) -> None:
-        self._again, self._begun = self._again and not self._begun, False  # a run that breaks off leaves an empty device
+        # a run that breaks off leaves an empty device
+        self._again, self._begun = (
+            self._again and not self._begun,
+            False,
+        )
         asked = self._every[request.number - 1]
-        self._send("cancelled" if self._is_cancelled(asked.id) else "apart", id=asked.id, number=asked.number)
+        self._send(
+            "cancelled" if self._is_cancelled(asked.id) else "apart",
+            id=asked.id,
+            number=asked.number,
+        )
 
 
 def run_together(
@@ -182,9 +227,10 @@ def run_together(
     version: str,
     others_bytes: int,
 ) -> None:
-    """Runs ``every`` of one shape by ``segments``. Sends ``begins``, ``step``, and at the end of each ``done`` (id, number, ...),
-    ``cancelled``, or ``apart`` where it failed here. ``arguments``: of `graphrun.estimate`, with the open device. ``host``:
-    backing stores of the whole graph."""
+    """Runs ``every`` of one shape by ``segments``. Sends ``begins``, ``step``, and at the end of
+    each ``done`` (id, number, ...), ``cancelled``, or ``apart`` where it failed here.
+    ``arguments``: of `graphrun.estimate`, with the open device. ``host``: backing stores of the
+    whole graph."""
     budgets = dict(arguments)
     device, cache, cards = budgets.pop("device"), budgets["cache"], budgets["hardware"]
     allow = graph.allowed(budgets.get("allow", ()))
@@ -206,7 +252,9 @@ def run_together(
         estimate=lambda values: api.estimate(graph, inputs=values, **budgets, runs=api.RUNS),
         solve=solve,
         device_name=cards[0].label,
-        reuse=None if reuse == "none" else lambda values: reuse_for(graph, values, cards[0].label, cache, reuse, allow, None),
+        reuse=None
+        if reuse == "none"
+        else lambda values: reuse_for(graph, values, cards[0].label, cache, reuse, allow, None),
         modules=None,
         journal=_Keepers([Keeper(asked, tell(asked.id)) for asked in every]),
         device=device,
@@ -216,9 +264,12 @@ def run_together(
         segments=segments,
         host=host,
     )
-    run_requests(graph, [Request(number, asked.inputs) for number, asked in enumerate(every, 1)], context)
+    run_requests(
+        graph, [Request(number, asked.inputs) for number, asked in enumerate(every, 1)], context
+    )
 
 
 def session_of(problem: Problem) -> Problem:
-    """``problem`` of a session as all of a server's are, however many runs go together: planned once."""
+    """``problem`` of a session as all of a server's are, however many runs go together: planned
+    once."""
     return replace(problem, runs=api.RUNS)

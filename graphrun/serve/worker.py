@@ -1,7 +1,8 @@
-"""The process that holds the weights and runs requests, one at a time. It has a session per graph and share of the budgets.
+"""The process that holds the weights and runs requests, one at a time. It has a session per graph
+and share of the budgets.
 
-A request that is cancelled stops when the next call into a component begins. After each step the state of its loop is in a journal,
-from which another worker resumes it.
+A request that is cancelled stops when the next call into a component begins. After each step the
+state of its loop is in a journal, from which another worker resumes it.
 """
 
 from __future__ import annotations
@@ -32,15 +33,20 @@ class Cancelled(GraphrunError):
     """The request was cancelled."""
 
 
-def work_forever(connection: Connection, settings: Settings, kind: type[Worker] | None = None) -> None:
-    """Until ``stop``: a worker of ``kind`` (None: `Worker`) answers ``run`` (see `Worker.run`) with ``step`` and then ``done``,
-    ``failed`` or ``cancelled``, and ``run_together`` as `Worker.run_together` says.
+def work_forever(
+    connection: Connection, settings: Settings, kind: type[Worker] | None = None
+) -> None:
+    """Until ``stop``: a worker of ``kind`` (None: `Worker`) answers ``run`` (see `Worker.run`) with
+    ``step`` and then ``done``, ``failed`` or ``cancelled``, and ``run_together`` as
+    `Worker.run_together` says.
 
     ``cancel`` (id) may come in between.
     """
     with contextlib.ExitStack() as at_the_end, ThreadPoolExecutor(1) as runner:
         try:
-            worker = runner.submit(kind or Worker, settings, lambda kind, **content: connection.send((kind, content))).result()
+            worker = runner.submit(
+                kind or Worker, settings, lambda kind, **content: connection.send((kind, content))
+            ).result()
         except GraphrunError as error:  # the server starts another process after a while
             note(str(error))
             return
@@ -59,11 +65,15 @@ def work_forever(connection: Connection, settings: Settings, kind: type[Worker] 
 
 
 class Worker:
-    """Runs requests. ``send(kind, **content)`` sends a message. ``cancelled``: ids of requests to stop; None: all."""
+    """Runs requests. ``send(kind, **content)`` sends a message. ``cancelled``: ids of requests to
+    stop; None: all."""
 
     def __init__(self, settings: Settings, send: Callable[..., None]) -> None:
         self._settings, self._send = settings, send
-        self._graphs = {graph.name: graph for graph in (api.load(path, trust=settings.trust) for path in settings.graphs)}
+        self._graphs = {
+            graph.name: graph
+            for graph in (api.load(path, trust=settings.trust) for path in settings.graphs)
+        }
         self._sessions: dict[Group, Any] = {}
         self._held_bytes: dict[Group, int] = {}  # by each session on the device, between its runs
         self._began = time.monotonic()
@@ -80,14 +90,27 @@ class Worker:
 
     @property
     def clock_seconds(self) -> float:
-        """Seconds since the start; on the simulated device virtual ones, without those that no plan has."""
+        """Seconds since the start; on the simulated device virtual ones, without those that no plan
+        has."""
         machine = getattr(self._device, "machine", None)
         if machine is None:
             return time.monotonic() - self._began
-        return float(machine.seconds() - sum(session.unplanned_seconds for session in self._sessions.values()))
+        return float(
+            machine.seconds()
+            - sum(session.unplanned_seconds for session in self._sessions.values())
+        )
 
-    def run(self, id: str, group: Group, graph: str, budgets: Mapping[str, int], beside: Collection[Group], **asked: Any) -> None:
-        """Runs a request (``asked``: further fields of `Asked`) in the session of ``group``, and sends how it ended."""
+    def run(
+        self,
+        id: str,
+        group: Group,
+        graph: str,
+        budgets: Mapping[str, int],
+        beside: Collection[Group],
+        **asked: Any,
+    ) -> None:
+        """Runs a request (``asked``: further fields of `Asked`) in the session of ``group``, and
+        sends how it ended."""
         from graphrun.serve.together import Asked
 
         try:
@@ -109,23 +132,37 @@ class Worker:
 
     def _fail(self, id: str, status: int, error: BaseException) -> None:
         note(f"request {id}: {error}")
-        shown = str(error) if isinstance(error, GraphrunError) else "the run failed; the server's log has the reason"
+        shown = (
+            str(error)
+            if isinstance(error, GraphrunError)
+            else "the run failed; the server's log has the reason"
+        )
         self._tell("failed", id=id, status=status, message=shown)
 
     def _made(
-        self, asked: Asked, group: Group, graph: Graph, budgets: Mapping[str, int], beside: Collection[Group]
+        self,
+        asked: Asked,
+        group: Group,
+        graph: Graph,
+        budgets: Mapping[str, int],
+        beside: Collection[Group],
     ) -> dict[str, Any]:
-        """Runs ``asked`` within ``budgets``. Sessions of groups other than ``beside`` give up their memory first."""
+        """Runs ``asked`` within ``budgets``. Sessions of groups other than ``beside`` give up their
+        memory first."""
         from graphrun.serve.together import Keeper, Measured, saved
 
         self._release(group, beside)
         session, measured = self._session(group, asked.inputs, budgets), Measured()
         before = session.current
         journal = Keeper(asked, lambda **content: self._tell("step", id=asked.id, **content))
-        trace = session.run(asked.inputs, progress=lambda *_: self._refuse_cancelled(asked.id), journal=journal)
+        trace = session.run(
+            asked.inputs, progress=lambda *_: self._refuse_cancelled(asked.id), journal=journal
+        )
         solution = session.current or session.solution
         measured.add(trace, solution, solution is before, self._others_bytes(group))
-        return saved(asked, trace.outputs, graph, self._settings.version, measured, solution.problem.digest)
+        return saved(
+            asked, trace.outputs, graph, self._settings.version, measured, solution.problem.digest
+        )
 
     def run_together(
         self,
@@ -136,11 +173,14 @@ class Worker:
         budgets: Mapping[str, int],
         beside: Collection[Group],
     ) -> None:
-        """Runs requests of one shape stage by stage (`graphrun.serve.together`), and sends ``together`` when that has ended."""
+        """Runs requests of one shape stage by stage (`graphrun.serve.together`), and sends
+        ``together`` when that has ended."""
         from graphrun.serve.together import Asked
 
         try:
-            self._run_together([Asked(**of) for of in runs], group, self._graphs[graph], segments, budgets, beside)
+            self._run_together(
+                [Asked(**of) for of in runs], group, self._graphs[graph], segments, budgets, beside
+            )
         except GraphrunError as error:  # each runs by itself then, and is told its own reason
             note(f"{len(runs)} runs together: {error}")
         except BaseException:  # noqa: BLE001 (the next request must run)
@@ -198,7 +238,9 @@ class Worker:
         if group not in self._sessions:
             settings = self._settings
             arguments = self._arguments(budgets)
-            self._sessions[group] = Session(self._graphs[group[0]], inputs=inputs, reuse=settings.reuse, **arguments)
+            self._sessions[group] = Session(
+                self._graphs[group[0]], inputs=inputs, reuse=settings.reuse, **arguments
+            )
         return self._sessions[group]
 
     def _arguments(self, budgets: Mapping[str, int]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""A simulated accelerator: the torch device ``sim`` with a hard capacity, counters, a virtual clock and faults on request.
+"""A simulated accelerator: the torch device ``sim`` with a hard capacity, counters, a virtual clock
+and faults on request.
 
     with Machine(capacity_bytes=8 * GIB) as machine:
         x = torch.zeros(1024, device="sim")

@@ -12,17 +12,22 @@ active: ContextVar[Any] = ContextVar("graphrun_sim_machine", default=None)
 
 
 def active_machine(device: Any = None) -> Any:
-    """The machine whose context is entered; for a ``device`` such as ``sim:1``, the one beside it that is this device.
+    """The machine whose context is entered; for a ``device`` such as ``sim:1``, the one beside it
+    that is this device.
 
     Raises RuntimeError when there is none."""
     machine = active.get()
     if machine is None:
-        raise RuntimeError("no simulated machine is active: make tensors on device 'sim' inside `with Machine(...):`")
+        raise RuntimeError(
+            "no simulated machine is active: make tensors on device 'sim' inside `with Machine(...):`"
+        )
     number = None if device is None else torch.device(device).index
     if number is None:
         return machine
     if number >= len(machine.machines):
-        raise RuntimeError(f"there is no device sim:{number}: the active machine has {len(machine.machines)}")
+        raise RuntimeError(
+            f"there is no device sim:{number}: the active machine has {len(machine.machines)}"
+        )
     return machine.machines[number]
 
 

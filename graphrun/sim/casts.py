@@ -1,7 +1,8 @@
 """Autocast in dry runs and traces, whose tensors PyTorch's own autocast does not know.
 
-The rules are those of ``torch.autocast("cuda")`` (`graphrun.sim.autocast`), applied to decomposed operators by a
-dispatch mode. Code asks PyTorch whether autocast is on, and for its dtype: that state exists without CUDA too.
+The rules are those of ``torch.autocast("cuda")`` (`graphrun.sim.autocast`), applied to decomposed
+operators by a dispatch mode. Code asks PyTorch whether autocast is on, and for its dtype: that
+state exists without CUDA too.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ def dtype_on(device_type: str) -> torch.dtype | None:
 
 @contextmanager
 def following(dtype: torch.dtype | None) -> Iterator[None]:
-    """A context for code that runs under autocast to ``dtype`` on the planned device (None: under none).
+    """A context for code that runs under autocast to ``dtype`` on the planned device (None: under
+    none).
 
-    In it, ``torch.autocast`` for CUDA works without CUDA, for this thread. Entered behind a dispatch mode, the
-    casts come before what that mode sees.
+    In it, ``torch.autocast`` for CUDA works without CUDA, for this thread. Entered behind a
+    dispatch mode, the casts come before what that mode sees.
     """
     enabled, before = torch.is_autocast_enabled(KIND), torch.get_autocast_dtype(KIND)
     tokens = _in_dry_run.set(True), _lower.set(dtype)
@@ -69,12 +71,20 @@ class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (lower := _lower.get()) is None or (rule := _rule_of(func)) is None:
             return func(*args, **kwargs)
         tensors: list[torch.Tensor] = []
-        tree_map_only(torch.Tensor, lambda tensor: tensors.append(tensor) if _is_eligible(tensor) else None, (args, kwargs))
+        tree_map_only(
+            torch.Tensor,
+            lambda tensor: tensors.append(tensor) if _is_eligible(tensor) else None,
+            (args, kwargs),
+        )
         if not tensors:
             return func(*args, **kwargs)
-        wide = rule == "fp32" or (rule == "widest" and any(tensor.dtype == torch.float32 for tensor in tensors))
+        wide = rule == "fp32" or (
+            rule == "widest" and any(tensor.dtype == torch.float32 for tensor in tensors)
+        )
         dtype = torch.float32 if wide else lower
-        if rule == "fp32" and _takes_dtype(func):  # a sum is taken in fp32, without casting what is summed
+        if rule == "fp32" and _takes_dtype(
+            func
+        ):  # a sum is taken in fp32, without casting what is summed
             return func(*args, **{**kwargs, "dtype": kwargs.get("dtype") or dtype})
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -99,8 +109,9 @@ def _is_eligible(tensor: torch.Tensor) -> bool:
 
 
 class _Redirected:
-    """A context in which ``torch.autocast`` for CUDA works without CUDA in threads that are in a dry run. Weights are
-    cast again in each call: a cache of casts would occupy memory that no plan knows."""
+    """A context in which ``torch.autocast`` for CUDA works without CUDA in threads that are in a
+    dry run. Weights are cast again in each call: a cache of casts would occupy memory that no plan
+    knows."""
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _entered: ClassVar[int] = 0
@@ -125,7 +136,11 @@ class _Redirected:
 
 
 def _construct(
-    autocast: Any, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, cache_enabled: bool | None = None
+    autocast: Any,
+    device_type: str,
+    dtype: torch.dtype | None = None,
+    enabled: bool = True,
+    cache_enabled: bool | None = None,
 ) -> None:
     if not _in_dry_run.get() or device_type not in (KIND, "meta"):
         _Redirected._original[0](autocast, device_type, dtype, enabled, cache_enabled)

@@ -1,8 +1,9 @@
-"""FLOPs of an operator on a simulated machine: matrix products, convolutions and attention; all other operators cost 0. And which
-operators launch a kernel.
+"""FLOPs of an operator on a simulated machine: matrix products, convolutions and attention; all
+other operators cost 0. And which operators launch a kernel.
 
-The formulas are those of ``torch.utils.flop_counter`` (a test compares them with its registry), computed from shapes without
-its tree maps, because they run for every operator. bitsandbytes' quantized layers count as the matrix products that they compute.
+The formulas are those of ``torch.utils.flop_counter`` (a test compares them with its registry),
+computed from shapes without its tree maps, because they run for every operator. bitsandbytes'
+quantized layers count as the matrix products that they compute.
 """
 
 from __future__ import annotations
@@ -18,14 +19,25 @@ Formula = Callable[[list[Any], Any], int]
 
 
 _NO_KERNEL = frozenset(
-    f"aten::{name}" for name in ("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+    f"aten::{name}"
+    for name in (
+        "_unsafe_view",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+    )
 )
 
 
 def launches_kernel(func: Any) -> bool:
     """Whether ``func`` launches a kernel: operators that make a view or allocate memory do not."""
     schema = func._schema
-    views = any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns)
+    views = any(
+        result.alias_info is not None and not result.alias_info.is_write
+        for result in schema.returns
+    )
     return not views and schema.name not in _NO_KERNEL
 
 
@@ -43,7 +55,11 @@ def _linear(args: list[Any], out: Any) -> int:
 
 
 def _convolution(args: list[Any], out: Any) -> int:
-    return int(conv_flop_count(list(args[0].shape), list(args[1].shape), list(out.shape), transposed=args[6]))
+    return int(
+        conv_flop_count(
+            list(args[0].shape), list(args[1].shape), list(out.shape), transposed=args[6]
+        )
+    )
 
 
 def _attention(args: list[Any], out: Any) -> int:
@@ -60,7 +76,8 @@ def _four_bit(args: list[Any], out: Any) -> int:
 
 
 def _eight_bit(args: list[Any], out: Any) -> int:
-    """bitsandbytes' int8_mixed_scaled_mm(A, CA, CB, ...): the int8 product; the few outlier columns are not counted."""
+    """bitsandbytes' int8_mixed_scaled_mm(A, CA, CB, ...): the int8 product; the few outlier columns
+    are not counted."""
     return int(2 * prod(args[1].shape) * args[2].shape[0])
 
 

@@ -1,4 +1,5 @@
-"""Memory counters of a simulated machine: every storage is counted, capacity is a hard limit, faults can be injected.
+"""Memory counters of a simulated machine: every storage is counted, capacity is a hard limit,
+faults can be injected.
 
 Pure: knows sizes, no tensors, operators or time.
 
@@ -19,15 +20,18 @@ from graphrun.errors import InputError
 from graphrun.units import round_up, show_size
 
 BLOCK_BYTES = 512
-"""Sizes are rounded up to this, as PyTorch's CUDA caching allocator does (``kMinBlockSize`` in c10/cuda/CUDACachingAllocator)."""
+"""Sizes are rounded up to this, as PyTorch's CUDA caching allocator does (``kMinBlockSize`` in
+c10/cuda/CUDACachingAllocator)."""
 
 
 class SimulatedOutOfMemory(torch.OutOfMemoryError):
-    """The simulated machine refused an allocation: its capacity would be exceeded, or a fault was injected."""
+    """The simulated machine refused an allocation: its capacity would be exceeded, or a fault was
+    injected."""
 
 
 class Listener(Protocol):
-    """Receives every allocation and free, in order. ``key`` is unique within a machine; sizes are rounded up to 512."""
+    """Receives every allocation and free, in order. ``key`` is unique within a machine; sizes are
+    rounded up to 512."""
 
     def allocated(self, key: int, nbytes: int) -> None:
         """Storage ``key`` of ``nbytes`` was allocated."""
@@ -37,7 +41,8 @@ class Listener(Protocol):
 
 
 class Pages(Protocol):
-    """Model of an allocator that reserves pages (`graphrun.model.allocator`). Without one, memory is counted in bytes."""
+    """Model of an allocator that reserves pages (`graphrun.model.allocator`). Without one, memory
+    is counted in bytes."""
 
     @property
     def used_bytes(self) -> int:
@@ -57,7 +62,8 @@ class Pages(Protocol):
 
 
 class Allocation:
-    """One counted storage, held as an attribute of it, so it is released with the last view. 0 bytes: not counted."""
+    """One counted storage, held as an attribute of it, so it is released with the last view. 0
+    bytes: not counted."""
 
     __slots__ = ("key", "machine", "nbytes")
 
@@ -72,8 +78,9 @@ class Allocation:
 
 
 class Ledger:
-    """Counters of allocated and peak bytes, with refusals. Each storage is rounded up to ``BLOCK_BYTES``. ``pages``: what counts
-    against the capacity, and for the peak, is what it reserves."""
+    """Counters of allocated and peak bytes, with refusals. Each storage is rounded up to
+    ``BLOCK_BYTES``. ``pages``: what counts against the capacity, and for the peak, is what it
+    reserves."""
 
     name = "sim:0"
     """Of the device, in messages."""
@@ -88,13 +95,23 @@ class Ledger:
     listener: Listener | None = None
     """Called for each allocation and free, in order; None for no listener."""
 
-    def __init__(self, capacity_bytes: int | None = None, fail_allocation: int | None = None, pages: Pages | None = None) -> None:
-        self.capacity_bytes, self.fail_allocation, self.pages = capacity_bytes, fail_allocation, pages
+    def __init__(
+        self,
+        capacity_bytes: int | None = None,
+        fail_allocation: int | None = None,
+        pages: Pages | None = None,
+    ) -> None:
+        self.capacity_bytes, self.fail_allocation, self.pages = (
+            capacity_bytes,
+            fail_allocation,
+            pages,
+        )
         self._storages: dict[int, tuple[int, tuple[int, ...], torch.dtype]] = {}
 
     @property
     def capacity_bytes(self) -> int | None:
-        """Physical memory in bytes, None for no limit. May be set at any time, also below the allocated bytes."""
+        """Physical memory in bytes, None for no limit. May be set at any time, also below the
+        allocated bytes."""
         return self._capacity_bytes
 
     @capacity_bytes.setter
@@ -122,7 +139,8 @@ class Ledger:
         return sorted(self._storages.values(), key=lambda entry: -entry[0])
 
     def admit(self, sizes: Sequence[int]) -> None:
-        """Raises SimulatedOutOfMemory unless storages of ``sizes`` (rounded) can all be allocated now. Changes no counter."""
+        """Raises SimulatedOutOfMemory unless storages of ``sizes`` (rounded) can all be allocated
+        now. Changes no counter."""
         wanted = sum(sizes)
         if self._fail_in is not None and sum(map(bool, sizes)) >= self._fail_in:
             self._fail_in = None
@@ -130,7 +148,11 @@ class Ledger:
                 f"sim out of memory: injected fault, allocating {show_size(wanted)} ({wanted} bytes) on {self.name}"
             )
         capacity_bytes = self._capacity_bytes
-        if capacity_bytes is not None and wanted and self._used_bytes_with(sizes, capacity_bytes) > capacity_bytes:
+        if (
+            capacity_bytes is not None
+            and wanted
+            and self._used_bytes_with(sizes, capacity_bytes) > capacity_bytes
+        ):
             free = capacity_bytes - self.allocated_bytes
             raise SimulatedOutOfMemory(
                 f"sim out of memory. Tried to allocate {show_size(wanted)} ({wanted} bytes). {self.name} has a capacity of "
@@ -149,8 +171,8 @@ class Ledger:
             self.pages.trim()
 
     def _used_bytes_with(self, sizes: Sequence[int], capacity_bytes: int) -> int:
-        """`used_bytes` once storages of ``sizes`` are allocated. As PyTorch's allocator does, unused pages are returned before an
-        allocation is refused."""
+        """`used_bytes` once storages of ``sizes`` are allocated. As PyTorch's allocator does,
+        unused pages are returned before an allocation is refused."""
         if self.pages is None:
             return self.allocated_bytes + sum(sizes)
         sizes = [size for size in sizes if size]
@@ -160,7 +182,8 @@ class Ledger:
         return used
 
     def enter(self, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """Counts a storage of ``size`` bytes (rounded), which ``admit`` has accepted, and returns its key; 0 for 0 bytes."""
+        """Counts a storage of ``size`` bytes (rounded), which ``admit`` has accepted, and returns
+        its key; 0 for 0 bytes."""
         if not size:
             return 0
         if self._fail_in is not None:
@@ -196,7 +219,8 @@ Number = TypeVar("Number", float, int | None)
 
 
 def positive(name: str, value: Number) -> Number:
-    """``value``, None too. Raises InputError unless it is above zero; ``name`` is used in the message."""
+    """``value``, None too. Raises InputError unless it is above zero; ``name`` is used in the
+    message."""
     if value is not None and not value > 0:
         raise InputError(f"simulated machine: {name} is {value}; give a number above 0")
     return value

@@ -1,4 +1,5 @@
-"""A simulated accelerator: memory ledger, virtual clock, copy counters, and the context that makes it active.
+"""A simulated accelerator: memory ledger, virtual clock, copy counters, and the context that makes
+it active.
 
 Tensors and operators report allocations, FLOPs and copies to it; it knows no operators.
 """
@@ -27,27 +28,33 @@ class SimulatedCopyError(RuntimeError):
 
 
 class Machine(Ledger):
-    """A simulated accelerator. Inside ``with machine:`` tensors created on device ``sim`` belong to it.
+    """A simulated accelerator. Inside ``with machine:`` tensors created on device ``sim`` belong to
+    it.
 
-    ``capacity_bytes``: hard limit, None for none. Bandwidths in bytes per second, both of the copy engine; ``flops_per_second`` of
-    matrix products, convolutions and attention (other operators take no time on the device). Copies from and to host memory that
-    is not locked by `page_lock` are no faster than ``pageable_bytes_per_second`` (None: no slower), and the host waits for them;
-    `read` charges the disk. ``launch_seconds``: of the host, for each kernel and copy. ``copy_start_seconds``: of the copy engine,
-    for each copy. ``page_lock_seconds``: to page-lock one byte. ``fail_allocation`` and ``fail_copy``: the n-th from now (1 is the
-    next) fails, once, with SimulatedOutOfMemory or SimulatedCopyError.
+    ``capacity_bytes``: hard limit, None for none. Bandwidths in bytes per second, both of the copy
+    engine; ``flops_per_second`` of matrix products, convolutions and attention (other operators
+    take no time on the device). Copies from and to host memory that is not locked by `page_lock`
+    are no faster than ``pageable_bytes_per_second`` (None: no slower), and the host waits for them;
+    `read` charges the disk. ``launch_seconds``: of the host, for each kernel and copy.
+    ``copy_start_seconds``: of the copy engine, for each copy. ``page_lock_seconds``: to page-lock
+    one byte. ``fail_allocation`` and ``fail_copy``: the n-th from now (1 is the next) fails, once,
+    with SimulatedOutOfMemory or SimulatedCopyError.
 
-    ``hollow_bytes``: operators on larger tensors allocate their results and compute nothing, for dry runs, whose values are not
-    used; None (the default) computes everything. ``on_cut``: called with the operands, on the host, of each operator whose results
-    have shapes that depend on values.
+    ``hollow_bytes``: operators on larger tensors allocate their results and compute nothing, for
+    dry runs, whose values are not used; None (the default) computes everything. ``on_cut``: called
+    with the operands, on the host, of each operator whose results have shapes that depend on
+    values.
 
-    Operators count on the machine that holds their inputs, also after the context was left; only new tensors need the
-    context. Raises InputError for a size or rate that is not positive, GraphrunError if the backend cannot be registered.
+    Operators count on the machine that holds their inputs, also after the context was left; only
+    new tensors need the context. Raises InputError for a size or rate that is not positive,
+    GraphrunError if the backend cannot be registered.
 
-    ``beside``: a machine of the same host. This one is its next device, ``sim:1`` and so on; the context of the first makes all of
-    them active. Operators compute on one device; copies between two take the rate of the slower one.
+    ``beside``: a machine of the same host. This one is its next device, ``sim:1`` and so on; the
+    context of the first makes all of them active. Operators compute on one device; copies between
+    two take the rate of the slower one.
 
-    ``check_ordering``: whether data races are looked for (`ordering`); None takes the class attribute. ``pages``: memory counts as
-    this model of an allocator reserves it.
+    ``check_ordering``: whether data races are looked for (`ordering`); None takes the class
+    attribute. ``pages``: memory counts as this model of an allocator reserves it.
     """
 
     check_ordering: ClassVar[bool] = False
@@ -72,7 +79,9 @@ class Machine(Ledger):
         super().__init__(capacity_bytes, fail_allocation, pages)
         self.h2d_bytes_per_second = positive("h2d_bytes_per_second", h2d_bytes_per_second)
         self.d2h_bytes_per_second = positive("d2h_bytes_per_second", d2h_bytes_per_second)
-        self.pageable_bytes_per_second = positive("pageable_bytes_per_second", pageable_bytes_per_second or inf)
+        self.pageable_bytes_per_second = positive(
+            "pageable_bytes_per_second", pageable_bytes_per_second or inf
+        )
         self.disk_bytes_per_second = positive("disk_bytes_per_second", disk_bytes_per_second)
         self.flops_per_second = positive("flops_per_second", flops_per_second)
         self.fail_copy = fail_copy
@@ -83,21 +92,30 @@ class Machine(Ledger):
         self.device, self.shell_device = self._devices(number)
         self.device_types: Collection[str] = {self.device.type, self.shell_device.type}
         self.name = str(self.device)
-        self.clock: Clock = Clock(launch_seconds, copy_start_seconds, None if beside is None else beside.clock)
+        self.clock: Clock = Clock(
+            launch_seconds, copy_start_seconds, None if beside is None else beside.clock
+        )
         self._page_lock_seconds = page_lock_seconds
         if beside is None:
-            self.ordering = Ordering() if (self.check_ordering if check_ordering is None else check_ordering) else None
+            self.ordering = (
+                Ordering()
+                if (self.check_ordering if check_ordering is None else check_ordering)
+                else None
+            )
         else:
             self.ordering = beside.ordering
         self._agents = dict[str, Agent]() if self.ordering is None else self.ordering.agents(number)
-        self.copies_in = self.copies_out = self.bytes_in = self.bytes_out = self.bytes_read = self.charge_flops = 0
+        self.copies_in = self.copies_out = self.bytes_in = self.bytes_out = self.bytes_read = (
+            self.charge_flops
+        ) = 0
         self.bytes_across = 0
         self.hollow_bytes: int | None = None
         self.on_cut: Callable[[list[torch.Tensor]], None] | None = None
         self._token: Token[Any] | None = None
 
     def _devices(self, number: int) -> tuple[torch.device, torch.device]:
-        """The device that tensors of machine ``number`` report, and the one that C++ sees. Registers ``sim``."""
+        """The device that tensors of machine ``number`` report, and the one that C++ sees.
+        Registers ``sim``."""
         register()
         device = torch.device("sim", number)
         return device, device
@@ -124,8 +142,8 @@ class Machine(Ledger):
         self._fail_copy_in = positive("fail_copy", count)
 
     def copy_in(self, nbytes: int, non_blocking: bool = False, pageable: bool = True) -> bool:
-        """Counts and charges a copy of ``nbytes`` to the device. Returns whether it was issued as a blocking one. Raises
-        SimulatedCopyError for an injected fault."""
+        """Counts and charges a copy of ``nbytes`` to the device. Returns whether it was issued as a
+        blocking one. Raises SimulatedCopyError for an injected fault."""
         self._maybe_fail(nbytes, "to")
         self.copies_in += 1
         self.bytes_in += nbytes
@@ -145,14 +163,21 @@ class Machine(Ledger):
         return self._copy(nbytes, self.d2h_bytes_per_second, non_blocking, pageable)
 
     def copy_across(self, nbytes: int, other: Machine) -> None:
-        """Counts and charges a copy of ``nbytes`` to ``other``. Raises SimulatedCopyError for an injected fault."""
+        """Counts and charges a copy of ``nbytes`` to ``other``. Raises SimulatedCopyError for an
+        injected fault."""
         self._maybe_fail(nbytes, "from")
         other._maybe_fail(nbytes, "to")
         self.bytes_across += nbytes
-        self.clock.cross(other.clock, nbytes / min(self.d2h_bytes_per_second, other.h2d_bytes_per_second))
+        self.clock.cross(
+            other.clock, nbytes / min(self.d2h_bytes_per_second, other.h2d_bytes_per_second)
+        )
 
-    def _copy(self, nbytes: int, bytes_per_second: float, non_blocking: bool, pageable: bool) -> bool:
-        bytes_per_second = min(bytes_per_second, self.pageable_bytes_per_second) if pageable else bytes_per_second
+    def _copy(
+        self, nbytes: int, bytes_per_second: float, non_blocking: bool, pageable: bool
+    ) -> bool:
+        bytes_per_second = (
+            min(bytes_per_second, self.pageable_bytes_per_second) if pageable else bytes_per_second
+        )
         return self.clock.copy(nbytes / bytes_per_second, non_blocking, pageable)
 
     def page_lock(self, memory: torch.Tensor, *, in_background: bool = True) -> None:
@@ -188,7 +213,8 @@ class Machine(Ledger):
 
     @contextmanager
     def on_copy_stream(self) -> Iterator[None]:
-        """Charges copies inside to the copy timeline, asynchronously to compute, and to the host where memory is page-locked."""
+        """Charges copies inside to the copy timeline, asynchronously to compute, and to the host
+        where memory is page-locked."""
         with self.clock.on("copy"):
             yield
 
@@ -219,11 +245,18 @@ class Machine(Ledger):
 
     def __enter__(self) -> Machine:
         if active.get() is not None:
-            raise RuntimeError("a simulated machine is already active; leave its context before entering one")
+            raise RuntimeError(
+                "a simulated machine is already active; leave its context before entering one"
+            )
         self._token = active.set(self)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         token, self._token = self._token, None
         if token is not None:
             active.reset(token)

@@ -1,10 +1,12 @@
-"""Registers the device ``sim`` with PyTorch: in the one PrivateUse1 slot, with a device module and kernels for C++ callers.
+"""Registers the device ``sim`` with PyTorch: in the one PrivateUse1 slot, with a device module and
+kernels for C++ callers.
 
 Registration is process-wide, happens once, and cannot be undone.
 
-Operators on simulated tensors arrive through the subclass (``__torch_dispatch__``). Explicit kernels are needed where that
-path does not exist: factory functions, which have no simulated argument; C++ code that excludes Python dispatch (``torch.tensor``,
-lists as indices); and composite operators that must not be decomposed (``special.LEAVES``).
+Operators on simulated tensors arrive through the subclass (``__torch_dispatch__``). Explicit
+kernels are needed where that path does not exist: factory functions, which have no simulated
+argument; C++ code that excludes Python dispatch (``torch.tensor``, lists as indices); and composite
+operators that must not be decomposed (``special.LEAVES``).
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ NAME = "sim"
 
 
 class SimStream:
-    """``torch.sim.Stream``: a timeline of the active machine. A new stream is the copy timeline, on which ``non_blocking`` copies
-    are asynchronous. The default stream is compute."""
+    """``torch.sim.Stream``: a timeline of the active machine. A new stream is the copy timeline, on
+    which ``non_blocking`` copies are asynchronous. The default stream is compute."""
 
     def __init__(self, device: Any = None, *, timeline: Timeline = "copy") -> None:
         self.timeline = timeline
@@ -51,7 +53,8 @@ class SimStream:
 
 
 class DeviceModule:
-    """The module ``torch.sim``: the functions of a device module that PyTorch and pipelines call. Sizes in bytes."""
+    """The module ``torch.sim``: the functions of a device module that PyTorch and pipelines call.
+    Sizes in bytes."""
 
     def __init__(self, *libraries: Any) -> None:
         self._libraries = libraries  # kernels are unregistered when these are freed
@@ -119,17 +122,28 @@ class DeviceModule:
 
 
 def available() -> bool:
-    """Whether this PyTorch can have a device ``sim``: it supports backends in Python, and no other backend uses the one slot."""
-    return _setup is not None and torch._C._get_privateuse1_backend_name() in ("privateuseone", NAME)
+    """Whether this PyTorch can have a device ``sim``: it supports backends in Python, and no other
+    backend uses the one slot."""
+    return _setup is not None and torch._C._get_privateuse1_backend_name() in (
+        "privateuseone",
+        NAME,
+    )
 
 
 @cache
 def register() -> None:
-    """Registers ``torch.device("sim")``. Raises GraphrunError if that is impossible (see ``available``)."""
+    """Registers ``torch.device("sim")``. Raises GraphrunError if that is impossible (see
+    ``available``)."""
     if not available():
         taken = torch._C._get_privateuse1_backend_name()
-        why = "it cannot host a backend written in Python" if _setup is None else f"its one backend slot is taken by {taken!r}"
-        raise GraphrunError(f"there is no simulated device in this PyTorch {torch.__version__}: {why}; 2.13 is known to work")
+        why = (
+            "it cannot host a backend written in Python"
+            if _setup is None
+            else f"its one backend slot is taken by {taken!r}"
+        )
+        raise GraphrunError(
+            f"there is no simulated device in this PyTorch {torch.__version__}: {why}; 2.13 is known to work"
+        )
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name in (name.removeprefix("aten::") for name in (*SPECIAL, *sorted(LEAVES))):
         library.impl(name, _kernel(name), "PrivateUse1")

@@ -1,4 +1,5 @@
-"""Handlers of the operators that do more than "compute on the CPU and wrap": factory functions, copies, resizing in place.
+"""Handlers of the operators that do more than "compute on the CPU and wrap": factory functions,
+copies, resizing in place.
 
 A handler gets the operator and its arguments.
 """
@@ -18,18 +19,27 @@ from graphrun.sim.tensor import SimTensor, page_locked, replace, sync_storage, w
 Handler = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 
 LEAVES = frozenset({"aten::scaled_dot_product_attention", "aten::linear"})
-"""Composite operators that are not decomposed: attention, because devices other than CUDA, CPU and XPU get the math form, which
-materializes the S x S scores and rounds differently; ``linear``, because its decomposition differs by device and it is the most
-frequent operator."""
+"""Composite operators that are not decomposed: attention, because devices other than CUDA, CPU and
+XPU get the math form, which materializes the S x S scores and rounds differently; ``linear``,
+because its decomposition differs by device and it is the most frequent operator."""
 
 INDEXING = frozenset(
-    f"aten::{name}" for name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
+    f"aten::{name}"
+    for name in (
+        "index",
+        "index_put",
+        "index_put_",
+        "_index_put_impl_",
+        "_unsafe_index",
+        "_unsafe_index_put",
+    )
 )
 """Operators whose second argument may hold index tensors on the CPU, as on CUDA."""
 
 
 def _new(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``empty(size)`` and ``empty_strided(size, stride)``: refused before the host allocates anything."""
+    """``empty(size)`` and ``empty_strided(size, stride)``: refused before the host allocates
+    anything."""
     machine = active_machine(kwargs.get("device"))
     if kwargs.get("pin_memory"):
         raise RuntimeError(f"only tensors on the CPU can be pinned, not on {machine.name}")
@@ -45,9 +55,12 @@ def _extent(size: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def _to_copy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``_to_copy(source, dtype=, device=, ...)``. The dtype is converted on the source device, as in CUDA's copies."""
+    """``_to_copy(source, dtype=, device=, ...)``. The dtype is converted on the source device, as
+    in CUDA's copies."""
     source = args[0]
-    options = {key: value for key, value in kwargs.items() if key in ("dtype", "layout", "memory_format")}
+    options = {
+        key: value for key, value in kwargs.items() if key in ("dtype", "layout", "memory_format")
+    }
     from_sim = type(source) is SimTensor
     target = kwargs.get("device")
     to_sim = from_sim if target is None else is_simulated(target)
@@ -55,15 +68,19 @@ def _to_copy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     raw = source.raw if from_sim else source
     nbytes = raw.numel() * (options.get("dtype") or raw.dtype).itemsize
     machine = source.allocation.machine if from_sim else active_machine(target)
-    if from_sim and to_sim and target is not None and (other := active_machine(target)) is not machine:
+    if (
+        from_sim
+        and to_sim
+        and target is not None
+        and (other := active_machine(target)) is not machine
+    ):
         return _across(func, raw, options, nbytes, machine, other)
     non_blocking = bool(kwargs.get("non_blocking"))
     if not to_sim:
         options["device"] = target
         if not to_meta:
-            waits = machine.copy_out(
-                nbytes, non_blocking, pageable=not non_blocking
-            )  # CUDA's result is page-locked if non_blocking
+            # CUDA's result is page-locked if non_blocking
+            waits = machine.copy_out(nbytes, non_blocking, pageable=not non_blocking)
     elif not from_sim:
         machine.admit((rounded(nbytes),))
         waits = machine.copy_in(nbytes, non_blocking, pageable=not page_locked(raw))
@@ -79,7 +96,9 @@ def _to_copy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return made
 
 
-def _across(func: Any, raw: torch.Tensor, options: Mapping[str, Any], nbytes: int, machine: Any, other: Any) -> Any:
+def _across(
+    func: Any, raw: torch.Tensor, options: Mapping[str, Any], nbytes: int, machine: Any, other: Any
+) -> Any:
     """A copy of ``raw``, which is on ``machine``, on the machine ``other``."""
     other.admit((rounded(nbytes),))
     machine.copy_across(nbytes, other)
@@ -96,7 +115,8 @@ def _copy_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _copy_from(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``_copy_from(source, destination, non_blocking)``: replaces ``copy_`` where C++ excludes Python dispatch."""
+    """``_copy_from(source, destination, non_blocking)``: replaces ``copy_`` where C++ excludes
+    Python dispatch."""
     return _copy(args[1], args[0], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking")))
 
 
@@ -128,7 +148,9 @@ def _copy(destination: Any, source: Any, non_blocking: bool = False) -> Any:
     target.copy_(origin)
     if machine.ordering is not None:
         if into and from_ and source.allocation.machine is not machine:
-            machine.ordering.crossed(source.allocation.machine.agent(), machine.agent(), target, origin)
+            machine.ordering.crossed(
+                source.allocation.machine.agent(), machine.agent(), target, origin
+            )
         elif into and from_:
             machine.ordering.operator("aten::copy_", machine.agent(), (origin,), (target,))
         else:
@@ -163,11 +185,16 @@ def _set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``set_()`` and ``set_(other)``: the tensor gets another storage."""
     tensor = args[0]
     if len(args) == 1:
-        replace(tensor, wrap(torch.empty(0, dtype=tensor.dtype, device="cpu"), tensor.allocation.machine))
+        replace(
+            tensor,
+            wrap(torch.empty(0, dtype=tensor.dtype, device="cpu"), tensor.allocation.machine),
+        )
     elif type(args[1]) is SimTensor and len(args) == 2:
         replace(tensor, wrap(args[1].raw.detach(), args[1].allocation.machine))
     else:
-        raise NotImplementedError("sim: set_ takes a sim tensor, not a storage: storages of sim tensors have no memory")
+        raise NotImplementedError(
+            "sim: set_ takes a sim tensor, not a storage: storages of sim tensors have no memory"
+        )
     return tensor
 
 

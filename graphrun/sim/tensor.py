@@ -1,6 +1,8 @@
-"""Tensor subclass of a simulated device: holds a CPU tensor and reports the machine's device. Operators: ``dispatch.py``.
+"""Tensor subclass of a simulated device: holds a CPU tensor and reports the machine's device.
+Operators: ``dispatch.py``.
 
-A storage has its ``Allocation`` as an attribute, so views find it, and it is released exactly when the storage is freed.
+A storage has its ``Allocation`` as an attribute, so views find it, and it is released exactly when
+the storage is freed.
 """
 
 from __future__ import annotations
@@ -14,15 +16,16 @@ import torch
 from graphrun.sim.ledger import Allocation, SimulatedOutOfMemory, rounded
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
-_data: Any = torch._C.TensorBase.data  # the original property, also if torch.Tensor.data was replaced
+# the original property, also if torch.Tensor.data was replaced
+_data: Any = torch._C.TensorBase.data
 
 
 class SimTensor(torch.Tensor):
-    """A tensor on a simulated device. ``raw`` is the CPU tensor with its data, ``allocation`` the counted
-    allocation of its storage.
+    """A tensor on a simulated device. ``raw`` is the CPU tensor with its data, ``allocation`` the
+    counted allocation of its storage.
 
-    C++ sees a tensor on the machine's ``shell_device``. Python reads the machine's ``device``; the two differ in
-    dry runs (`graphrun.sim.dry`)."""
+    C++ sees a tensor on the machine's ``shell_device``. Python reads the machine's ``device``; the
+    two differ in dry runs (`graphrun.sim.dry`)."""
 
     raw: torch.Tensor
     allocation: Allocation
@@ -30,7 +33,8 @@ class SimTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> Any:
-        """A Parameter of ``data``, for code that constructs a parameter by ``type(param)`` (accelerate). Use ``wrap`` otherwise."""
+        """A Parameter of ``data``, for code that constructs a parameter by ``type(param)``
+        (accelerate). Use ``wrap`` otherwise."""
         return torch.nn.Parameter(data, requires_grad)
 
     @property
@@ -54,11 +58,16 @@ class SimTensor(torch.Tensor):
         return self.device.index
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As `torch.Tensor.to`. The tensor's own device is left out, since C++ may see another one."""
+        """As `torch.Tensor.to`. The tensor's own device is left out, since C++ may see another
+        one."""
         own = self.device
         if own.type == self.allocation.machine.shell_device.type:
             return super().to(*args, **kwargs)
-        named = args[0] if args and isinstance(args[0], (str, torch.device, int)) else kwargs.get("device")
+        named = (
+            args[0]
+            if args and isinstance(args[0], (str, torch.device, int))
+            else kwargs.get("device")
+        )
         if named is None or torch.device(named).type != own.type:
             return super().to(*args, **kwargs)
         kwargs.pop("device", None)
@@ -72,7 +81,9 @@ class SimTensor(torch.Tensor):
 
     def cuda(self, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:  # type: ignore[override]
         """As `torch.Tensor.cuda`."""
-        return self.to(torch.device("cuda") if device is None else device, non_blocking=non_blocking, **kwargs)
+        return self.to(
+            torch.device("cuda") if device is None else device, non_blocking=non_blocking, **kwargs
+        )
 
     def _read(self, operation: str, nbytes: int) -> torch.Tensor:
         """The raw tensor, after a counted copy of ``nbytes`` to the host."""
@@ -83,8 +94,8 @@ class SimTensor(torch.Tensor):
             machine.ordering.join(machine.agent())
         return self.raw
 
-    # PyTorch converts the elements of a list (`torch.tensor`) where Python dispatch is excluded, so these are
-    # methods rather than operators.
+    # PyTorch converts the elements of a list (`torch.tensor`) where Python dispatch is excluded, so
+    # these are methods rather than operators.
 
     def item(self) -> Any:
         """The element as a number, after a copy to the host."""
@@ -103,11 +114,13 @@ class SimTensor(torch.Tensor):
         return operator.index(self._read("aten::item", self.raw.dtype.itemsize))
 
     def tolist(self) -> Any:
-        """The elements as nested lists, after a copy to the host (PyTorch's own method refuses subclasses)."""
+        """The elements as nested lists, after a copy to the host (PyTorch's own method refuses
+        subclasses)."""
         return self._read("tolist", self.raw.numel() * self.raw.dtype.itemsize).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """With ``force``, a copy on the host as an array; otherwise raises TypeError, as on CUDA."""
+        """With ``force``, a copy on the host as an array; otherwise raises TypeError, as on
+        CUDA."""
         if not force:
             raise TypeError(
                 f"can't convert {self.device} device type tensor to numpy. "
@@ -117,18 +130,21 @@ class SimTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The tensor detached from autograd. Assigning a sim tensor makes this one share its storage."""
+        """The tensor detached from autograd. Assigning a sim tensor makes this one share its
+        storage."""
         return self.detach()
 
     @data.setter
     def data(self, other: torch.Tensor) -> None:
         if type(other) is not SimTensor:
-            raise RuntimeError(f"cannot set .data of a tensor on {self.device} to one on {other.device}")
+            raise RuntimeError(
+                f"cannot set .data of a tensor on {self.device} to one on {other.device}"
+            )
         replace(self, other)
 
     def as_strided(self, size: Any, stride: Any, storage_offset: Any = None) -> Any:
-        """A view. Where no gradient is computed it is made without PyTorch's dispatcher, in a sixth of the time: weights that are
-        placed take one for each tensor."""
+        """A view. Where no gradient is computed it is made without PyTorch's dispatcher, in a sixth
+        of the time: weights that are placed take one for each tensor."""
         if torch.is_grad_enabled():
             return super().as_strided(size, stride, storage_offset)
         return wrap(self.raw.as_strided(size, stride, storage_offset), self.allocation.machine)
@@ -152,7 +168,8 @@ class SimTensor(torch.Tensor):
 
 
 def wrap(raw: torch.Tensor, machine: Any) -> Any:
-    """The simulated tensor of ``raw``. Counts its storage on ``machine``, unless it is counted already.
+    """The simulated tensor of ``raw``. Counts its storage on ``machine``, unless it is counted
+    already.
 
     Raises SimulatedOutOfMemory, without counting, if it does not fit.
     """
@@ -163,7 +180,8 @@ def wrap(raw: torch.Tensor, machine: Any) -> Any:
 
 
 def _allocation(raw: torch.Tensor, machine: Any) -> Allocation:
-    """The allocation of the storage of ``raw``, which is counted on ``machine`` unless it is counted already."""
+    """The allocation of the storage of ``raw``, which is counted on ``machine`` unless it is
+    counted already."""
     storage: Any = raw.untyped_storage()
     found: Allocation | None = getattr(storage, "graphrun_allocation", None)
     if found is None:
@@ -174,7 +192,8 @@ def _allocation(raw: torch.Tensor, machine: Any) -> Allocation:
 
 
 def wrap_all(raws: Sequence[Any], machine: Any) -> list[Any]:
-    """``wrap`` of each tensor in ``raws``; other items are returned unchanged. All are refused if they do not fit together."""
+    """``wrap`` of each tensor in ``raws``; other items are returned unchanged. All are refused if
+    they do not fit together."""
     fresh: dict[int, int] = {}
     for raw in raws:
         if isinstance(raw, torch.Tensor):
@@ -192,10 +211,11 @@ def page_locked(memory: torch.Tensor) -> bool:
 
 
 def sync_storage(tensor: Any) -> None:
-    """Updates the ledger and ``tensor``'s shape after an operator that may have resized or replaced the storage of its raw tensor.
+    """Updates the ledger and ``tensor``'s shape after an operator that may have resized or replaced
+    the storage of its raw tensor.
 
-    A grown storage is counted as a new one while the old one still exists, as on a device. If that does not fit, the raw tensor is
-    restored and SimulatedOutOfMemory is raised.
+    A grown storage is counted as a new one while the old one still exists, as on a device. If that
+    does not fit, the raw tensor is restored and SimulatedOutOfMemory is raised.
     """
     raw, machine = tensor.raw, tensor.allocation.machine
     allocation, storage = _allocation(raw, machine), raw.untyped_storage()
@@ -210,7 +230,11 @@ def sync_storage(tensor: Any) -> None:
         allocation.key, allocation.nbytes = _enter(machine, size, raw), size
         machine.release(*before)
     tensor.allocation = allocation
-    if raw.shape != tensor.shape or raw.stride() != tensor.stride() or raw.storage_offset() != tensor.storage_offset():
+    if (
+        raw.shape != tensor.shape
+        or raw.stride() != tensor.stride()
+        or raw.storage_offset() != tensor.storage_offset()
+    ):
         _data.__set__(tensor, _shell(raw, machine))
 
 
@@ -230,5 +254,12 @@ def _enter(machine: Any, size: int, raw: torch.Tensor) -> int:
 def _shell(raw: torch.Tensor, machine: Any) -> Any:
     # positional arguments, because parsing keywords takes a fifth of the time of a call
     return _make_wrapper(
-        SimTensor, raw.shape, raw.stride(), raw.storage_offset(), None, raw.dtype, raw.layout, machine.shell_device
+        SimTensor,
+        raw.shape,
+        raw.stride(),
+        raw.storage_offset(),
+        None,
+        raw.dtype,
+        raw.layout,
+        machine.shell_device,
     )

@@ -1,9 +1,11 @@
-"""Finds the plan of least predicted time within all budgets, with a proof of how close to optimal it is. Uses only the problem's
-numbers.
+"""Finds the plan of least predicted time within all budgets, with a proof of how close to optimal
+it is. Uses only the problem's numbers.
 
-orders, options -> programs -> HiGHS: seconds, bytes moved, memory -> plan -> simulation -> slower than predicted?
+orders, options -> programs -> HiGHS: seconds, bytes moved, memory -> plan -> simulation -> slower
+than predicted?
                      ^                                                                        |
-                     '---- copy times of the slower slots raised; at most three rounds; the fastest plan is kept
+                     '---- copy times of the slower slots raised; at most three rounds; the fastest
+                     plan is kept
 """
 
 from __future__ import annotations
@@ -35,17 +37,26 @@ from graphrun.verify.simulate import simulate
 from graphrun.verify.solution import checked_solution
 
 ROUNDS = 3  # large programs, and of many runs: one
-DEEPER = (3, 4)  # ring depths to try where compute waits for a ring of two blocks; of many runs, the first
-TOLERANCE = 1.001  # simulated over predicted seconds above which a better plan is sought; least gain of splitting into layers
-MOST_SINGLE_K = 6  # values of K that are tried for the baseline single K, the largest that fit: smaller ones are hardly ever faster
+# ring depths to try where compute waits for a ring of two blocks; of many runs, the first
+DEEPER = (
+    3,
+    4,
+)
+# simulated over predicted seconds above which a better plan is sought; least gain of splitting into
+# layers
+TOLERANCE = 1.001
+# values of K that are tried for the baseline single K, the largest that fit: smaller ones are
+# hardly ever faster
+MOST_SINGLE_K = 6
 
 
 def fastest(problem: Problem, *, layers: bool = True, enough: float = 0.0) -> Solution | None:
-    """The fastest plan within the budgets, where memory is counted in bytes of tensors; None where nothing fits.
+    """The fastest plan within the budgets, where memory is counted in bytes of tensors; None where
+    nothing fits.
 
-    Among equally fast plans the one that moves fewest bytes, then the one with the lowest peak. The solution's problem is
-    ``problem`` with components split into layers as needed, and where that is faster (``layers``). Deterministic: equal problems
-    give plans that are equal byte for byte.
+    Among equally fast plans the one that moves fewest bytes, then the one with the lowest peak. The
+    solution's problem is ``problem`` with components split into layers as needed, and where that is
+    faster (``layers``). Deterministic: equal problems give plans that are equal byte for byte.
 
     ``enough``: seconds within TOLERANCE of which a plan is not refined further.
     """
@@ -61,10 +72,20 @@ class Found:
     choice: Choice | None
 
 
-def find(problem: Problem, *, layers: bool = True, enough: float = 0.0, like: Found | None = None) -> Found | None:
-    """As `fastest`, for `find_near`. ``like``: what was found with more memory; what it splits into layers is split at once."""
-    split = as_split(problem, like.solution) if like is not None and like.choice is not None else problem
-    if split is not problem and (known := _solve_as_split(split, enough=enough, baselines=False)) is not None:
+def find(
+    problem: Problem, *, layers: bool = True, enough: float = 0.0, like: Found | None = None
+) -> Found | None:
+    """As `fastest`, for `find_near`. ``like``: what was found with more memory; what it splits into
+    layers is split at once."""
+    split = (
+        as_split(problem, like.solution)
+        if like is not None and like.choice is not None
+        else problem
+    )
+    if (
+        split is not problem
+        and (known := _solve_as_split(split, enough=enough, baselines=False)) is not None
+    ):
         return known
     tried = (_solve_as_split(each, enough=enough) for each in ever_finer(problem))
     found = next((of for of in tried if of is not None), None)
@@ -72,35 +93,50 @@ def find(problem: Problem, *, layers: bool = True, enough: float = 0.0, like: Fo
         return None
     if layers and (worth := _worth_splitting(found.solution)) is not None:
         finer, once = split_into_layers(found.solution.problem, {worth[0]}), problem.runs == 1
-        other = _solve_as_split(finer, worth[1], enough, baselines=False) if once else _repeated_run(finer, worth[1], enough)
+        other = (
+            _solve_as_split(finer, worth[1], enough, baselines=False)
+            if once
+            else _repeated_run(finer, worth[1], enough)
+        )
         if other is not None and _seconds(other) * TOLERANCE <= _seconds(found):
             return other
     return found
 
 
 def find_near(problem: Problem, known: Found) -> Found | None:
-    """A plan with the stage order, options, variants, granularity and depth of rings of ``known`` that keeps nearly as many blocks
-    in every slot and takes at most TOLERANCE of its time; None where there is none. A fraction of the time of `find`.
+    """A plan with the stage order, options, variants, granularity and depth of rings of ``known``
+    that keeps nearly as many blocks in every slot and takes at most TOLERANCE of its time; None
+    where there is none. A fraction of the time of `find`.
 
     ``problem`` differs from that of ``known`` in budgets and in what is set aside."""
-    if known.choice is None or many_runs(problem) or known.solution.plan.splits:  # of many runs, each is solved alone
+    if (
+        known.choice is None or many_runs(problem) or known.solution.plan.splits
+    ):  # of many runs, each is solved alone
         return None
     plan, of = known.solution.plan, as_split(problem, known.solution)
     programs = [each.program for each in stage_choices(_with_choices_of(of, plan))[0]]
     depth = max(BUFFERED_BLOCKS, int(known.choice.depths.max()))
-    answer = choose([Formulation(program, depth=depth, near=known.choice) for program in programs], REFINE_GOALS)
+    answer = choose(
+        [Formulation(program, depth=depth, near=known.choice) for program in programs], REFINE_GOALS
+    )
     if answer is None:
         return None
     near = plan_of(answer.program, answer.choice, of, plan.options, plan.order)
     objective = answer.program.seconds(answer.choice)
-    found = Found(Solution(of, near, simulate(of, near), min(known.solution.bound_seconds, objective), objective), answer.choice)
+    found = Found(
+        Solution(
+            of, near, simulate(of, near), min(known.solution.bound_seconds, objective), objective
+        ),
+        answer.choice,
+    )
     offer(Candidate(of, near, _seconds(found), objective, 0.0))
     return found if _seconds(found) <= TOLERANCE * _seconds(known) else None
 
 
 def faster_baselines(solution: Solution) -> Iterator[Solution]:
-    """Baselines with the order, options, variants and granularity of ``solution`` that simulate faster than it and keep to the
-    budgets in bytes of tensors. Of each the fastest first: of single K the largest K, until one is no faster."""
+    """Baselines with the order, options, variants and granularity of ``solution`` that simulate
+    faster than it and keep to the budgets in bytes of tensors. Of each the fastest first: of single
+    K the largest K, until one is no faster."""
     problem, plan = solution.problem, solution.plan
     program = program_of(_with_choices_of(problem, plan))
     for baseline in BASELINES if not plan.splits else ():
@@ -108,7 +144,9 @@ def faster_baselines(solution: Solution) -> Iterator[Solution]:
             if program.seconds(choice, full_overlap=True) >= solution.simulation.total_seconds:
                 break
             other = plan_of(program, choice, problem, plan.options, plan.order)
-            found = checked_solution(problem, other, solution.bound_seconds, program.seconds(choice))
+            found = checked_solution(
+                problem, other, solution.bound_seconds, program.seconds(choice)
+            )
             if found is None or found.simulation.total_seconds >= solution.simulation.total_seconds:
                 break
             yield found
@@ -116,7 +154,9 @@ def faster_baselines(solution: Solution) -> Iterator[Solution]:
 
 def as_split(problem: Problem, found: Solution) -> Problem:
     """``problem`` with the components split into layers that ``found`` has so."""
-    return split_into_layers(problem, {c.name for c in found.problem.components if c.granularity == "layers"})
+    return split_into_layers(
+        problem, {c.name for c in found.problem.components if c.granularity == "layers"}
+    )
 
 
 def _seconds(found: Found) -> float:
@@ -124,9 +164,10 @@ def _seconds(found: Found) -> float:
 
 
 def _worth_splitting(found: Solution) -> tuple[str, Formulation] | None:
-    """The largest component that can be split into layers, if a faster plan with the choices of ``found`` is then possible: smaller
-    rings leave more memory for resident blocks, and weights outside of blocks need no longer be loaded all at once before a slot.
-    Also the formulation that tells."""
+    """The largest component that can be split into layers, if a faster plan with the choices of
+    ``found`` is then possible: smaller rings leave more memory for resident blocks, and weights
+    outside of blocks need no longer be loaded all at once before a slot. Also the formulation that
+    tells."""
     problem = found.problem
     if not (names := smaller_as_layers(problem)):
         return None
@@ -134,43 +175,66 @@ def _worth_splitting(found: Solution) -> tuple[str, Formulation] | None:
     # Of a session, one run is compared with the average run.
     once = split_into_layers(replace(_with_choices_of(problem, found.plan), runs=1), {name})
     formulation = Formulation(program_of(once, undominated_variants(once)))
-    return (name, formulation) if can_reach(formulation, found.objective_seconds / problem.runs / TOLERANCE) else None
+    return (
+        (name, formulation)
+        if can_reach(formulation, found.objective_seconds / problem.runs / TOLERANCE)
+        else None
+    )
 
 
 def _with_choices_of(problem: Problem, plan: Plan) -> Problem:
-    """``problem`` with the order, options and variants of ``plan`` alone. Components can still be split into layers."""
+    """``problem`` with the order, options and variants of ``plan`` alone. Components can still be
+    split into layers."""
     names = dict(plan.variants)
 
     def only(component: ComponentNumbers) -> ComponentNumbers:
-        variants = tuple(v for v in component.variants if names.get(component.name, v.name) == v.name)
-        return replace(component, variants=variants, layers=None if component.layers is None else only(component.layers))
+        variants = tuple(
+            v for v in component.variants if names.get(component.name, v.name) == v.name
+        )
+        return replace(
+            component,
+            variants=variants,
+            layers=None if component.layers is None else only(component.layers),
+        )
 
     applied = reorder(problem, plan.order, dict(plan.options))
     return replace(applied, components=tuple(only(component) for component in applied.components))
 
 
 def _repeated_run(problem: Problem, known: Formulation, enough: float) -> Found | None:
-    """A session's plan that repeats the plan of one run; None where backing stores do not fit for all runs. Used with layers: to
-    solve a session with layers takes minutes, and where memory is that scarce little can stay for the next run."""
+    """A session's plan that repeats the plan of one run; None where backing stores do not fit for
+    all runs. Used with layers: to solve a session with layers takes minutes, and where memory is
+    that scarce little can stay for the next run."""
     found = _solve_as_split(replace(problem, runs=1), known, enough / problem.runs)
     if found is None:
         return None
     once = found.solution
-    first = tuple(replace(s, actions=tuple(a for a in s.actions if not isinstance(a, Drop))) for s in once.plan.slots)
-    again = tuple(replace(s, actions=tuple(a for a in s.actions if not isinstance(a, Read))) for s in first)
+    first = tuple(
+        replace(s, actions=tuple(a for a in s.actions if not isinstance(a, Drop)))
+        for s in once.plan.slots
+    )
+    again = tuple(
+        replace(s, actions=tuple(a for a in s.actions if not isinstance(a, Read))) for s in first
+    )
     plan = replace(once.plan, problem=problem.digest, slots=first, again=again)
     objective = problem.runs * once.objective_seconds
-    least_further = (problem.runs - 1) * once.simulation.compute_seconds  # as if every copy of the further runs overlapped compute
+    least_further = (
+        problem.runs - 1
+    ) * once.simulation.compute_seconds  # as if every copy of the further runs overlapped compute
     bound = min(once.bound_seconds + least_further, objective)
     repeated = checked_solution(problem, plan, bound, objective)
     return None if repeated is None else Found(repeated, None)
 
 
 def _solve_as_split(
-    problem: Problem, known: Formulation | None = None, enough: float = 0.0, *, baselines: bool = True
+    problem: Problem,
+    known: Formulation | None = None,
+    enough: float = 0.0,
+    *,
+    baselines: bool = True,
 ) -> Found | None:
-    """The best plan at the granularity of ``problem``; None: nothing fits. ``known``: a formulation, used for the program that it
-    states. ``baselines``: `BASELINES` are tried too."""
+    """The best plan at the granularity of ``problem``; None: nothing fits. ``known``: a
+    formulation, used for the program that it states. ``baselines``: `BASELINES` are tried too."""
     if surely_infeasible(problem):
         return None
     found, every = stage_choices(problem)
@@ -179,23 +243,41 @@ def _solve_as_split(
     if first is None:
         return None
     pairs = [(first, found[first.number])]
-    if first.large and problem.helpers:  # found within a gap, in which a plan for the first device alone may be faster
-        alone = [replace(each, program=of) for each in found if (of := each.program.on_first_device()) is not None]
+    if (
+        first.large and problem.helpers
+    ):  # found within a gap, in which a plan for the first device alone may be faster
+        alone = [
+            replace(each, program=of)
+            for each in found
+            if (of := each.program.on_first_device()) is not None
+        ]
         if (second := choose_for([each.program for each in alone])) is not None:
             pairs.append((second, alone[second.number]))
     refined = [_refined(problem, chosen, answer, enough, baselines) for answer, chosen in pairs]
     program, best = min(refined, key=lambda each: each[1].rank())
     objective, bound = program.seconds(best.choice), first.bound
-    if best.simulation.total_seconds < bound * (1 - SLACK):  # its copies overlap more than the compute of their own groups
+    if best.simulation.total_seconds < bound * (
+        1 - SLACK
+    ):  # its copies overlap more than the compute of their own groups
         bound = least_seconds([Formulation(replace(of, full_overlap=True)) for of in programs])
-    return Found(Solution(problem, best.plan, best.simulation, min(bound, objective) if every else 0.0, objective), best.choice)
+    return Found(
+        Solution(
+            problem, best.plan, best.simulation, min(bound, objective) if every else 0.0, objective
+        ),
+        best.choice,
+    )
 
 
-def _refined(problem: Problem, chosen: StageChoice, first: Answer, enough: float, baselines: bool) -> tuple[Program, _Candidate]:
-    """The best plan for the chosen stage order, options and variants. Solves again, with higher copy times for the slots in
-    question, while the simulator needs longer than predicted and than ``enough``; then tries deeper rings and baselines."""
+def _refined(
+    problem: Problem, chosen: StageChoice, first: Answer, enough: float, baselines: bool
+) -> tuple[Program, _Candidate]:
+    """The best plan for the chosen stage order, options and variants. Solves again, with higher
+    copy times for the slots in question, while the simulator needs longer than predicted and than
+    ``enough``; then tries deeper rings and baselines."""
     variants, choice = simplest_variants(
-        first.program.problem, tuple(variant_choice.index for variant_choice in first.program.variant_choices), first.choice
+        first.program.problem,
+        tuple(variant_choice.index for variant_choice in first.program.variant_choices),
+        first.choice,
     )
     program = first.program.with_variants(variants)
 
@@ -211,11 +293,16 @@ def _refined(problem: Problem, chosen: StageChoice, first: Answer, enough: float
     factors = (1.0,) * len(program.intervals)
     best = last = offered(candidate_of(choice))
     for _ in range(1 if first.large or many_runs(problem) else ROUNDS):
-        if last.simulation.total_seconds <= TOLERANCE * max(enough, program.seconds(last.choice, factors)):
+        if last.simulation.total_seconds <= TOLERANCE * max(
+            enough, program.seconds(last.choice, factors)
+        ):
             break
         predicted = program.slot_seconds(last.choice, factors)
         slots = (*last.simulation.slots[: program.run_length], *last.simulation.again)
-        delays = (slot.seconds / seconds if seconds > 0 else 1.0 for slot, seconds in zip(slots, predicted, strict=False))
+        delays = (
+            slot.seconds / seconds if seconds > 0 else 1.0
+            for slot, seconds in zip(slots, predicted, strict=False)
+        )
         factors = tuple(factor * max(1.0, by) for factor, by in zip(factors, delays, strict=True))
         answer = choose_for([program], factors, REFINE_GOALS)
         if answer is None:
@@ -225,10 +312,17 @@ def _refined(problem: Problem, chosen: StageChoice, first: Answer, enough: float
             break
         best = min(best, last, key=_Candidate.rank)
     if broken := check(problem, best.plan):
-        raise BrokenPlan(f"the planner made a plan that breaks its rules, which is a bug: {broken[0]}")
-    for others in (_deeper_rings(program, best.choice), _baseline_choices(program) if baselines else ()):
+        raise BrokenPlan(
+            f"the planner made a plan that breaks its rules, which is a bug: {broken[0]}"
+        )
+    for others in (
+        _deeper_rings(program, best.choice),
+        _baseline_choices(program) if baselines else (),
+    ):
         for choice in others:
-            if best.simulation.total_seconds <= TOLERANCE * max(enough, program.seconds(best.choice)):
+            if best.simulation.total_seconds <= TOLERANCE * max(
+                enough, program.seconds(best.choice)
+            ):
                 break
             if program.seconds(choice, full_overlap=True) >= best.simulation.total_seconds:
                 continue
@@ -247,19 +341,27 @@ class _Candidate:
     simulation: Simulation
 
     def rank(self) -> tuple[float, int, int]:
-        return self.simulation.total_seconds, self.simulation.total_moved_bytes, self.simulation.peak_bytes
+        return (
+            self.simulation.total_seconds,
+            self.simulation.total_moved_bytes,
+            self.simulation.peak_bytes,
+        )
 
 
 def _deeper_rings(program: Program, choice: Choice) -> Iterator[Choice]:
-    """Choices with deeper rings: ``choice`` itself where its headroom allows, and the best choice with such rings."""
+    """Choices with deeper rings: ``choice`` itself where its headroom allows, and the best choice
+    with such rings."""
     for depth in DEEPER[:1] if many_runs(program.problem) else DEEPER:
-        if not program.excess_bytes(wider := replace(choice, depths=np.maximum(depth, choice.depths))):
+        if not program.excess_bytes(
+            wider := replace(choice, depths=np.maximum(depth, choice.depths))
+        ):
             yield wider
         if (answer := choose_for([program], (), REFINE_GOALS, depth)) is not None:
             yield answer.choice
 
 
 def _baseline_choices(program: Program) -> Iterator[Choice]:
-    """Baselines that fit. The program does not model the order of events within a slot, so one of them may simulate faster."""
+    """Baselines that fit. The program does not model the order of events within a slot, so one of
+    them may simulate faster."""
     for baseline in BASELINES:
         yield from fitting(program, baseline, most=MOST_SINGLE_K)

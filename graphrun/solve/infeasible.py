@@ -1,4 +1,5 @@
-"""Explains why no plan exists: the phases that do not fit, the binding budget, the smallest budgets, and verified repairs."""
+"""Explains why no plan exists: the phases that do not fit, the binding budget, the smallest
+budgets, and verified repairs."""
 
 from __future__ import annotations
 
@@ -19,7 +20,14 @@ from graphrun.solve.pages import smallest_budget, with_pages_of_least
 from graphrun.solve.repairs import Repair, python_arguments, repairs_of
 from graphrun.units import typed_size
 
-__all__ = ["Infeasible", "refusal", "smallest_budget", "smallest_disk", "smallest_pinned", "smallest_ram"]
+__all__ = [
+    "Infeasible",
+    "refusal",
+    "smallest_budget",
+    "smallest_disk",
+    "smallest_pinned",
+    "smallest_ram",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +45,22 @@ class Tier:
 
 
 class Infeasible(GraphrunError):
-    """No plan exists. ``needs``: the phases that do not fit in VRAM, empty where VRAM suffices; ``binding``: the budget that is
-    short.
+    """No plan exists. ``needs``: the phases that do not fit in VRAM, empty where VRAM suffices;
+    ``binding``: the budget that is short.
 
-    With one of the smallest budgets, and the others unchanged, a plan exists; with one byte less none is found. Where
-    several budgets are short, each is the least while the others are unlimited. Each of ``repairs`` suffices alone, best first.
+    With one of the smallest budgets, and the others unchanged, a plan exists; with one byte less
+    none is found. Where several budgets are short, each is the least while the others are
+    unlimited. Each of ``repairs`` suffices alone, best first.
     """
 
     exit_code = 3
 
     def __init__(
-        self, problem: Problem, needs: tuple[PhaseMinimum, ...], tiers: tuple[Tier, ...], repairs: tuple[Repair, ...]
+        self,
+        problem: Problem,
+        needs: tuple[PhaseMinimum, ...],
+        tiers: tuple[Tier, ...],
+        repairs: tuple[Repair, ...],
     ) -> None:
         self.graph = problem.graph
         self.hardware = problem.hardware.name
@@ -62,7 +75,8 @@ class Infeasible(GraphrunError):
         least = {tier.name: tier.least_bytes for tier in tiers}
         self.smallest_budget_bytes, self.smallest_ram_bytes = least["VRAM"], least["RAM"]
         self.host_bytes = tuple(
-            (c.name, min((c.variants[n].host_bytes for n in problem.usable(c)), default=0)) for c in used_components(problem)
+            (c.name, min((c.variants[n].host_bytes for n in problem.usable(c)), default=0))
+            for c in used_components(problem)
         )
         self.repairs = repairs
         super().__init__(self._message())
@@ -80,7 +94,12 @@ class Infeasible(GraphrunError):
                 lines.append(f"it takes {typed_size(tier.least_bytes)} > {have} of {tier.name}")
         if not lines:
             lines.append(f"{self.binding} leaves no variant to choose")
-        return "nothing fits: " + "; ".join(lines) + ". Do one of: " + "; ".join(map(self._suggestion, self.repairs))
+        return (
+            "nothing fits: "
+            + "; ".join(lines)
+            + ". Do one of: "
+            + "; ".join(map(self._suggestion, self.repairs))
+        )
 
     def _suggestion(self, repair: Repair) -> str:
         """A repair in words, after the arguments to type for it."""
@@ -94,13 +113,19 @@ def _binding(problem: Problem, needs: tuple[PhaseMinimum, ...], tiers: tuple[Tie
     if needs:
         return "VRAM"
     short = [tier for tier in tiers if tier.short]
-    return min(short, key=lambda tier: tier.least_bytes / max(1, tier.have_bytes)).name if short else "VRAM"
+    return (
+        min(short, key=lambda tier: tier.least_bytes / max(1, tier.have_bytes)).name
+        if short
+        else "VRAM"
+    )
 
 
 def refusal(problem: Problem, *, repairs: bool = True) -> Infeasible:
-    """The explanation for ``problem``, which has no plan; ``repairs``: whether to look for repairs, each of which is a solve.
+    """The explanation for ``problem``, which has no plan; ``repairs``: whether to look for repairs,
+    each of which is a solve.
 
-    Its figures are for components split into layers where the phases that do not fit then need less.
+    Its figures are for components split into layers where the phases that do not fit then need
+    less.
     """
     smallest_bytes = smallest_budget(problem)
     problem = with_pages_of_least(problem)
@@ -119,7 +144,9 @@ def refusal(problem: Problem, *, repairs: bool = True) -> Infeasible:
     if problem.disk_bytes is not None:
         tiers.append(Tier("disk", problem.disk_bytes, smallest_disk(problem)))
     least = {tier.name: tier.least_bytes for tier in tiers}
-    return Infeasible(problem, needs, tuple(tiers), repairs_of(problem, needs, least) if repairs else ())
+    return Infeasible(
+        problem, needs, tuple(tiers), repairs_of(problem, needs, least) if repairs else ()
+    )
 
 
 def _short(problem: Problem) -> tuple[PhaseMinimum, ...]:

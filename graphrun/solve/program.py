@@ -1,58 +1,72 @@
-"""The integer program behind a plan: its variables, its constraints, and what they cost in seconds and bytes.
+"""The integer program behind a plan: its variables, its constraints, and what they cost in seconds
+and bytes.
 
-This module states the program and computes the cost of given integers. `graphrun.solve.milp` solves it.
+This module states the program and computes the cost of given integers. `graphrun.solve.milp` solves
+it.
 
-Variables of slot t and block group j. Each variant that computes on the device has block groups of its own.
+Variables of slot t and block group j. Each variant that computes on the device has block groups of
+its own.
 
-    y     1 for the chosen variant of a component; exactly one is chosen
-    K     blocks on the device at the start of the slot
-    d     blocks loaded during the slot; they stay on the device
-    s     1 if blocks of the group are streamed through the ring in the slot
-    r     1 if the group is single-buffered: the ring has no room for one of its blocks beside the largest, so its copies and its
+    y     1 for the chosen variant of a component; exactly one is chosen K     blocks on the device
+    at the start of the slot d     blocks loaded during the slot; they stay on the device s     1 if
+    blocks of the group are streamed through the ring in the slot r     1 if the group is
+    single-buffered: the ring has no room for one of its blocks beside the largest, so its copies
+    and its
           compute alternate
     L, M  bytes of the component's ring: for the largest streamed block, and beside it
     D     seconds of the slot
 
 Constants:
 
-    n     calls in the slot that run the group's blocks       p     times that a layer runs in one call
-    nb    blocks in the group                                 R     runs of the session
-    b     device bytes of one block
+    n     calls in the slot that run the group's blocks       p     times that a layer runs in one
+    call nb    blocks in the group                                 R     runs of the session b
+    device bytes of one block
 
-x stands for the blocks copied to the device during the slot. It follows from K and d, so it is not a variable.
+x stands for the blocks copied to the device during the slot. It follows from K and d, so it is not
+a variable.
 
-    group that the slot does not run        any K + d <= nb                    x = d: loaded for a later slot (prefetch)
-    group that it runs, not streamable      K = nb, d = 0                      x = 0
-    group that it runs, streamable          K + d + nb*s >= nb: the remaining blocks are streamed, so s = 1 unless K + d = nb
-                                            first slot:  x = nb - K
-                                            steady slot: x = n*(nb - K), and d = 0 for all groups of the component
+    group that the slot does not run        any K + d <= nb                    x = d: loaded for a
+    later slot (prefetch) group that it runs, not streamable      K = nb, d = 0
+    x = 0 group that it runs, streamable          K + d + nb*s >= nb: the remaining blocks are
+    streamed, so s = 1 unless K + d = nb
+                                            first slot:  x = nb - K steady slot: x = n*(nb - K), and
+                                            d = 0 for all groups of the component
 
-    ring            bytes >= L + M     L >= b*s     M >= b*s - b*r: room for a second block of each group, except where r = 1
-    layers          x = n*p*(nb - K) - (p - 1)*d. K and d are rounded to integers at the end
-    next slot       K' <= K + d: eviction costs nothing. K' = K + d if the variant is not movable. K = 0 in the first slot
-    session         the slots of the first run, then those of one further run, whose seconds count R - 1 times. The further run
-                    starts with K <= K + d of the first run's last slot, and with K <= K + d of its own last slot
+    ring            bytes >= L + M     L >= b*s     M >= b*s - b*r: room for a second block of each
+    group, except where r = 1 layers          x = n*p*(nb - K) - (p - 1)*d. K and d are rounded to
+    integers at the end next slot       K' <= K + d: eviction costs nothing. K' = K + d if the
+    variant is not movable. K = 0 in the first slot session         the slots of the first run, then
+    those of one further run, whose seconds count R - 1 times. The further run
+                    starts with K <= K + d of the first run's last slot, and with K <= K + d of its
+                    own last slot
     directives      keep     s = 0 in the first slot that uses the component, K = nb in later ones
                     exclude  K = d = 0 where the blocks can be streamed
                     whole    s = 0 in every slot that uses the component
                     drop     K = 0 in load slots, K = d = 0 in phases that do not use the component
-    backing store   read from disk in at most one slot; x = 0 before that slot, and after the store was dropped. If the component
+    backing store   read from disk in at most one slot; x = 0 before that slot, and after the store
+    was dropped. If the component
                     computes on the CPU, the store is read before the component is entered
-    spill           a value is copied to the host in the load slot of the first phase of a gap, and back in the load slot of the
+    spill           a value is copied to the host in the load slot of the first phase of a gap, and
+    back in the load slot of the
                     phase after the gap
-    time            D >= the sum over overlap sets of max(compute, copies + compute of the groups with r = 1, reads from disk)
-                         + compute on the CPU and on helpers, with what crosses to these and back. An overlap set is one
-                         block group, or all groups of layers in one child module: copies of one group in the set overlap
-                         compute of the others
-                    D >= load_seconds*x summed over all j + spills     D >= disk_seconds*x summed over all j + reads
-                    the former for each device by itself, since each is copied to over a link of its own
+    time            D >= the sum over overlap sets of max(compute, copies + compute of the groups
+    with r = 1, reads from disk)
+                         + compute on the CPU and on helpers, with what crosses to these and back.
+                         An overlap set is one block group, or all groups of layers in one child
+                         module: copies of one group in the set overlap compute of the others
+                    D >= load_seconds*x summed over all j + spills     D >= disk_seconds*x summed
+                    over all j + reads the former for each device by itself, since each is copied to
+                    over a link of its own
     memory          sum b*(K + d) + rings + activation + values + live_in_bytes <= effective budget
                     backing stores and spilled values <= RAM; page-locked ones <= page-locked RAM
-    helper          a component on a helper is a variant whose groups are not streamable, and whose bytes count there:
-                    sum b*(K + d) + the most activation of a component that computes there in the slot <= its effective budget
+    helper          a component on a helper is a variant whose groups are not streamable, and whose
+    bytes count there:
+                    sum b*(K + d) + the most activation of a component that computes there in the
+                    slot <= its effective budget
 
-A single-buffered ring is faster where copies take much longer than compute: the bytes that it saves hold one more resident block,
-which then need not be copied. It is also used where memory does not allow more.
+A single-buffered ring is faster where copies take much longer than compute: the bytes that it saves
+hold one more resident block, which then need not be copied. It is also used where memory does not
+allow more.
 """
 
 from __future__ import annotations
@@ -78,9 +92,10 @@ from graphrun.units import round_up
 class VariantChoice:
     """A variant that may be chosen for a component; y = 1 if it is.
 
-    ``component``: index of the component in the problem. ``index``: index of the variant in the component. ``read_seconds``:
-    time to read the whole backing store from disk; None where a plan has no `Read` action for it. ``used``: whether any phase
-    calls the component; one that no phase calls takes no memory."""
+    ``component``: index of the component in the problem. ``index``: index of the variant in the
+    component. ``read_seconds``: time to read the whole backing store from disk; None where a plan
+    has no `Read` action for it. ``used``: whether any phase calls the component; one that no phase
+    calls takes no memory."""
 
     component: int
     index: int
@@ -98,14 +113,17 @@ class VariantChoice:
 class Group:
     """A block group of one variant.
 
-    ``variant_choice``, ``component``: indices in `Program.variant_choices` and in the problem. ``index``: index of the group
-    in its component. ``count``: number of blocks. ``block_bytes``: weights of one block; ``held_bytes``: the device allocation
-    for them, rounded up to `ALLOCATION_BYTES`. ``load_seconds``: to copy one block to the device; ``disk_seconds``: to read
-    one block from disk for that copy, 0 if the backing store is not on disk. ``movable``: as in `Variant`. ``demanded``:
-    placements that directives demand of the component. ``overlap_key``: groups of the variant with equal keys form one overlap
-    set. ``by_layer``: the blocks are layers. ``excluded``: the directive `exclude` applies: the blocks must be off the device,
-    even if this variant cannot stream them. ``helper``: number of the helper that they are copied to; 0: the device. ``mirror``: of
-    a program whose component may yet be split, the group of whose blocks this one may have some; -1: none."""
+    ``variant_choice``, ``component``: indices in `Program.variant_choices` and in the problem.
+    ``index``: index of the group in its component. ``count``: number of blocks. ``block_bytes``:
+    weights of one block; ``held_bytes``: the device allocation for them, rounded up to
+    `ALLOCATION_BYTES`. ``load_seconds``: to copy one block to the device; ``disk_seconds``: to read
+    one block from disk for that copy, 0 if the backing store is not on disk. ``movable``: as in
+    `Variant`. ``demanded``: placements that directives demand of the component. ``overlap_key``:
+    groups of the variant with equal keys form one overlap set. ``by_layer``: the blocks are layers.
+    ``excluded``: the directive `exclude` applies: the blocks must be off the device, even if this
+    variant cannot stream them. ``helper``: number of the helper that they are copied to; 0: the
+    device. ``mirror``: of a program whose component may yet be split, the group of whose blocks
+    this one may have some; -1: none."""
 
     variant_choice: int
     component: int
@@ -127,10 +145,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class SpillGap:
-    """Consecutive phases in which a value is on the device but not read. It may be spilled to the host for that time.
+    """Consecutive phases in which a value is on the device but not read. It may be spilled to the
+    host for that time.
 
-    ``value``: index of the value in the problem. ``out``, ``back``: indices of the intervals (load slots) that spill and restore
-    it. ``out_seconds``, ``back_seconds``: of the two copies.
+    ``value``: index of the value in the problem. ``out``, ``back``: indices of the intervals (load
+    slots) that spill and restore it. ``out_seconds``, ``back_seconds``: of the two copies.
 
         phases        encode | denoise          | decode
         the value     made   | not read         | read
@@ -155,17 +174,19 @@ class SpillGap:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A slot t of the program, before it has actions. In a session: a slot of the first run, or of the one further run.
+    """A slot t of the program, before it has actions. In a session: a slot of the first run, or of
+    the one further run.
 
-    ``rounds``: calls in the slot of the component that is called most. ``weight``: number of runs that execute the slot. For
-    each group j: ``calls[j]`` (n), calls that run its blocks; ``seconds[j]``, compute of one block in one call; ``passes[j]``
-    (p), how often a block runs in one call; ``own_seconds[j]``, of ``seconds[j]`` those that go with the block to a helper.
-    ``cpu_seconds``: for each variant choice, compute on the CPU, or on a helper with what
-    crosses to it and back. ``used``: components (indices) that compute on the device or a helper in the slot. ``entered``: all
-    components of the phase; none in a load slot. ``helper_bytes``: for each variant choice, bytes beyond weights that it takes on
-    each helper.
-    ``fixed_bytes``: values and live-in bytes. ``activation_bytes``: as traced, without the scratch of variants; ``glue_bytes`` of
-    them remain on the device if every component of the phase computes on the CPU."""
+    ``rounds``: calls in the slot of the component that is called most. ``weight``: number of runs
+    that execute the slot. For each group j: ``calls[j]`` (n), calls that run its blocks;
+    ``seconds[j]``, compute of one block in one call; ``passes[j]`` (p), how often a block runs in
+    one call; ``own_seconds[j]``, of ``seconds[j]`` those that go with the block to a helper.
+    ``cpu_seconds``: for each variant choice, compute on the CPU, or on a helper with what crosses
+    to it and back. ``used``: components (indices) that compute on the device or a helper in the
+    slot. ``entered``: all components of the phase; none in a load slot. ``helper_bytes``: for each
+    variant choice, bytes beyond weights that it takes on each helper. ``fixed_bytes``: values and
+    live-in bytes. ``activation_bytes``: as traced, without the scratch of variants; ``glue_bytes``
+    of them remain on the device if every component of the phase computes on the CPU."""
 
     phase: int
     part: Part
@@ -188,9 +209,10 @@ class Interval:
 class Choice:
     """The integers of one solution of a program that has one variant per component.
 
-    ``present[t, j]``, ``loaded[t, j]``: K and d. ``depths[t, j]``: for how many blocks the ring has room where group j is
-    streamed; 1: single-buffered (r = 1). ``reads``, ``drops``: for each component, the interval in which its backing store is read
-    and dropped; -1: never. ``spills``: for each spill gap, whether the value is spilled."""
+    ``present[t, j]``, ``loaded[t, j]``: K and d. ``depths[t, j]``: for how many blocks the ring has
+    room where group j is streamed; 1: single-buffered (r = 1). ``reads``, ``drops``: for each
+    component, the interval in which its backing store is read and dropped; -1: never. ``spills``:
+    for each spill gap, whether the value is spilled."""
 
     present: NDArray[np.int64]
     loaded: NDArray[np.int64]
@@ -202,12 +224,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class Program:
-    """A problem as variant choices, block groups and intervals. The end slot is not an interval, because it only evicts.
+    """A problem as variant choices, block groups and intervals. The end slot is not an interval,
+    because it only evicts.
 
-    ``run_length``: number of intervals of one run. In a session, the intervals of the further run follow, from that index on.
-    ``part``: the run of a session that the program is of (see `alone`), "" for both. ``full_overlap``: as in `slot_seconds`, for a
-    bound on what `simulate` says of any plan; blocks on helpers need not be in a row. Arrays have a row per interval and a column
-    per group. Methods that take a `Choice` need a program with one variant per component, as `with_variants` returns it."""
+    ``run_length``: number of intervals of one run. In a session, the intervals of the further run
+    follow, from that index on. ``part``: the run of a session that the program is of (see `alone`),
+    "" for both. ``full_overlap``: as in `slot_seconds`, for a bound on what `simulate` says of any
+    plan; blocks on helpers need not be in a row. Arrays have a row per interval and a column per
+    group. Methods that take a `Choice` need a program with one variant per component, as
+    `with_variants` returns it."""
 
     problem: Problem
     variant_choices: tuple[VariantChoice, ...]
@@ -224,24 +249,39 @@ class Program:
         return self.problem.runs > 1
 
     def alone(self, part: Literal["", "first", "further"]) -> Program:
-        """The program of one of a session's runs, executed once; "" for both. A further run alone begins with what it leaves, and
-        all backing stores are read before it."""
+        """The program of one of a session's runs, executed once; "" for both. A further run alone
+        begins with what it leaves, and all backing stores are read before it."""
         if not part:
             return self
-        of = self.intervals[: self.run_length] if part == "first" else self.intervals[self.run_length :]
+        of = (
+            self.intervals[: self.run_length]
+            if part == "first"
+            else self.intervals[self.run_length :]
+        )
         gaps = tuple(gap for gap in self.spill_gaps if gap.out < self.run_length)
-        return replace(self, intervals=tuple(replace(each, weight=1.0) for each in of), spill_gaps=gaps, part=part)
+        return replace(
+            self,
+            intervals=tuple(replace(each, weight=1.0) for each in of),
+            spill_gaps=gaps,
+            part=part,
+        )
 
     @cached_property
     def choices_of(self) -> list[list[int]]:
         """For each component, the numbers of its variant choices."""
         components = range(len(self.problem.components))
-        return [[n for n, of in enumerate(self.variant_choices) if of.component == c] for c in components]
+        return [
+            [n for n, of in enumerate(self.variant_choices) if of.component == c]
+            for c in components
+        ]
 
     @cached_property
     def groups_of(self) -> list[list[int]]:
         """For each component, the numbers of its groups."""
-        return [[j for j, group in enumerate(self.groups) if group.component == c] for c in range(len(self.problem.components))]
+        return [
+            [j for j, group in enumerate(self.groups) if group.component == c]
+            for c in range(len(self.problem.components))
+        ]
 
     def _table(self, rows: Sequence[Sequence[float]]) -> NDArray[Any]:
         return np.array(rows).reshape(len(self.intervals), len(self.groups))
@@ -279,12 +319,15 @@ class Program:
     @cached_property
     def compute_seconds(self) -> NDArray[np.float64]:
         """Seconds of compute of all blocks of a group; 0 on a helper."""
-        seconds: NDArray[np.float64] = self._table([interval.seconds for interval in self.intervals])
+        seconds: NDArray[np.float64] = self._table(
+            [interval.seconds for interval in self.intervals]
+        )
         return self.calls * self.counts * seconds
 
     @cached_property
     def overlap_sets(self) -> list[list[list[int]]]:
-        """For each interval, the groups that it runs as overlap sets: copies of one group overlap compute of all in its set."""
+        """For each interval, the groups that it runs as overlap sets: copies of one group overlap
+        compute of all in its set."""
         found = []
         for interval in self.intervals:
             sets: dict[tuple[int, str], list[int]] = {}
@@ -297,27 +340,49 @@ class Program:
     @cached_property
     def fixed_bytes(self) -> NDArray[np.int64]:
         """Per interval, bytes on the device beside weights and rings, if nothing is spilled."""
-        return np.array([interval.fixed_bytes + self.activation_bytes(t) for t, interval in enumerate(self.intervals)])
+        return np.array(
+            [
+                interval.fixed_bytes + self.activation_bytes(t)
+                for t, interval in enumerate(self.intervals)
+            ]
+        )
 
     def copied_blocks(self, choice: Choice) -> NDArray[np.int64]:
         """x: blocks copied to the device. A block that is copied several times counts as often."""
-        used = self.calls * self.passes * (self.counts - choice.present) - (self.passes - 1) * choice.loaded
+        used = (
+            self.calls * self.passes * (self.counts - choice.present)
+            - (self.passes - 1) * choice.loaded
+        )
         return np.where(self.calls > 0, used, choice.loaded)
 
-    def slot_seconds(self, choice: Choice, factors: Sequence[float] = (), *, full_overlap: bool = False) -> list[float]:
+    def slot_seconds(
+        self, choice: Choice, factors: Sequence[float] = (), *, full_overlap: bool = False
+    ) -> list[float]:
         """D of each interval when it is executed once.
 
-        ``factors[t]`` multiplies the times of copies and disk reads in interval t; empty: 1. ``full_overlap``: as if every copy
-        overlapped all compute of its slot, which gives a lower bound.
+        ``factors[t]`` multiplies the times of copies and disk reads in interval t; empty: 1.
+        ``full_overlap``: as if every copy overlapped all compute of its slot, which gives a lower
+        bound.
         """
         factor = np.array(factors or [1.0] * len(self.intervals))
         copied = self.copied_blocks(choice) * factor[:, None]
-        copies, reads = (copied * [of.load_seconds for of in self.groups], copied * [of.disk_seconds for of in self.groups])
-        serial = copies if full_overlap else copies + self.compute_seconds * self._single_buffered(choice)
+        copies, reads = (
+            copied * [of.load_seconds for of in self.groups],
+            copied * [of.disk_seconds for of in self.groups],
+        )
+        serial = (
+            copies
+            if full_overlap
+            else copies + self.compute_seconds * self._single_buffered(choice)
+        )
         busy = np.array([sum(interval.cpu_seconds) for interval in self.intervals])
         for t, sets in enumerate(self.overlap_sets):
-            for of in [sum(sets, [])] if full_overlap else sets:  # full overlap: one set of all groups
-                busy[t] += max(self.compute_seconds[t, of].sum(), serial[t, of].sum(), reads[t, of].sum())
+            for of in (
+                [sum(sets, [])] if full_overlap else sets
+            ):  # full overlap: one set of all groups
+                busy[t] += max(
+                    self.compute_seconds[t, of].sum(), serial[t, of].sum(), reads[t, of].sum()
+                )
         copy_seconds, disk_seconds = copies[:, self.on_helper == 0].sum(axis=1), reads.sum(axis=1)
         for gap, spilled in zip(self.spill_gaps, choice.spills, strict=True):
             copy_seconds[gap.out] += spilled * factor[gap.out] * gap.out_seconds
@@ -330,33 +395,50 @@ class Program:
         found: list[float] = np.maximum(busy, np.maximum(copy_seconds, disk_seconds)).tolist()
         return found
 
-    def seconds(self, choice: Choice, factors: Sequence[float] = (), *, full_overlap: bool = False) -> float:
+    def seconds(
+        self, choice: Choice, factors: Sequence[float] = (), *, full_overlap: bool = False
+    ) -> float:
         """Seconds of all runs together; arguments as in `slot_seconds`."""
         slots = self.slot_seconds(choice, factors, full_overlap=full_overlap)
-        return sum(interval.weight * seconds for interval, seconds in zip(self.intervals, slots, strict=True))
+        return sum(
+            interval.weight * seconds
+            for interval, seconds in zip(self.intervals, slots, strict=True)
+        )
 
     def moved_bytes(self, choice: Choice) -> int:
-        """Bytes copied to the device in all runs: blocks, streamed ones each time they are copied, and restored values."""
+        """Bytes copied to the device in all runs: blocks, streamed ones each time they are copied,
+        and restored values."""
         runs = np.array([int(interval.weight) for interval in self.intervals], dtype=np.int64)
-        restored = sum(gap.nbytes * runs[gap.back] for gap, spilled in zip(self.spill_gaps, choice.spills, strict=True) if spilled)
-        return int(restored + sum(runs @ self.copied_blocks(choice) * [group.block_bytes for group in self.groups]))
+        restored = sum(
+            gap.nbytes * runs[gap.back]
+            for gap, spilled in zip(self.spill_gaps, choice.spills, strict=True)
+            if spilled
+        )
+        return int(
+            restored
+            + sum(runs @ self.copied_blocks(choice) * [group.block_bytes for group in self.groups])
+        )
 
     def streamed(self, choice: Choice) -> NDArray[np.bool_]:
         """Whether any block of a group is streamed."""
         return (self.calls > 0) & (choice.present + choice.loaded < self.counts)
 
     def _single_buffered(self, choice: Choice) -> NDArray[np.bool_]:
-        """Whether a group is streamed, and the ring has no room for one of its blocks beside the largest block (r = 1)."""
+        """Whether a group is streamed, and the ring has no room for one of its blocks beside the
+        largest block (r = 1)."""
         streamed, rings = self.streamed(choice), self.ring_bytes(choice)
         found = np.zeros_like(streamed)
         for c, of in enumerate(self.groups_of):
             largest = np.max(self.held_bytes[of] * streamed[:, of], axis=1, initial=0)
-            found[:, of] = streamed[:, of] & (rings[:, [c]] < largest[:, None] + self.held_bytes[of])
+            found[:, of] = streamed[:, of] & (
+                rings[:, [c]] < largest[:, None] + self.held_bytes[of]
+            )
         return found
 
     def ring_bytes(self, choice: Choice) -> NDArray[np.int64]:
-        """L + M: bytes of the ring of each component (columns) in each interval; 0: nothing is streamed. It has room for the
-        largest streamed block, and beside it for the further blocks that `Choice.depths` says."""
+        """L + M: bytes of the ring of each component (columns) in each interval; 0: nothing is
+        streamed. It has room for the largest streamed block, and beside it for the further blocks
+        that `Choice.depths` says."""
         streamed = self.streamed(choice)
         more = (choice.depths - 1) * self.held_bytes * streamed
         found = np.zeros((len(self.intervals), len(self.groups_of)), dtype=np.int64)
@@ -370,25 +452,37 @@ class Program:
         found = self.fixed_bytes.copy()
         for gap, spilled in zip(self.spill_gaps, choice.spills, strict=True):
             found[gap.out + 1 : gap.back] -= gap.nbytes * spilled
-        weights: NDArray[np.int64] = (choice.present + choice.loaded) @ (self.held_bytes * (self.on_helper == 0))
+        weights: NDArray[np.int64] = (choice.present + choice.loaded) @ (
+            self.held_bytes * (self.on_helper == 0)
+        )
         rings: NDArray[np.int64] = self.ring_bytes(choice).sum(axis=1)
         return found + weights + rings
 
     def activation_bytes(self, t: int) -> int:
-        """Bytes of activation on the device in interval ``t``, with the scratch of the variants; 0 in a load slot."""
+        """Bytes of activation on the device in interval ``t``, with the scratch of the variants; 0
+        in a load slot."""
         interval = self.intervals[t]
         variants = [of.variant for of in self.variant_choices if of.component in interval.entered]
-        return activation_bytes(interval.activation_bytes, variants, interval.glue_bytes) if interval.rounds else 0
+        return (
+            activation_bytes(interval.activation_bytes, variants, interval.glue_bytes)
+            if interval.rounds
+            else 0
+        )
 
     def helper_bytes(self, choice: Choice, number: int) -> NDArray[np.int64]:
         """Bytes on helper ``number`` per interval."""
-        weights: NDArray[np.int64] = (choice.present + choice.loaded) @ (self.held_bytes * (self.on_helper == number))
-        working = [max((of[number - 1] for of in interval.helper_bytes), default=0) for interval in self.intervals]
+        weights: NDArray[np.int64] = (choice.present + choice.loaded) @ (
+            self.held_bytes * (self.on_helper == number)
+        )
+        working = [
+            max((of[number - 1] for of in interval.helper_bytes), default=0)
+            for interval in self.intervals
+        ]
         return weights + np.array(working, dtype=np.int64)
 
     def host_bytes(self, choice: Choice) -> NDArray[np.int64]:
-        """For each interval: bytes of RAM in backing stores, spilled values and activation on the CPU, and how many of them are
-        page-locked."""
+        """For each interval: bytes of RAM in backing stores, spilled values and activation on the
+        CPU, and how many of them are page-locked."""
         found = np.zeros((len(self.intervals), 2), dtype=np.int64)
         for of, read, drop in zip(self.variant_choices, choice.reads, choice.drops, strict=True):
             if of.used and (of.read_seconds is None or read >= 0):
@@ -399,17 +493,28 @@ class Program:
         for gap, spilled in zip(self.spill_gaps, choice.spills, strict=True):
             found[gap.out : gap.back + 1, 0] += gap.nbytes * spilled
         for t, interval in enumerate(self.intervals):
-            entered = [of.computes for of in self.variant_choices if of.component in interval.entered]
-            if interval.rounds and interval.entered and not any(entered):  # all components of the phase compute on the CPU
+            entered = [
+                of.computes for of in self.variant_choices if of.component in interval.entered
+            ]
+            if (
+                interval.rounds and interval.entered and not any(entered)
+            ):  # all components of the phase compute on the CPU
                 found[t, 0] += interval.activation_bytes
         return found
 
     def most_host_bytes(self, locked: bool) -> int:
-        """Upper bound on the RAM (``locked``: page-locked RAM) that any choice takes in any interval, in bytes."""
-        used = [[self.variant_choices[n].variant for n in of if self.variant_choices[n].used] for of in self.choices_of]
+        """Upper bound on the RAM (``locked``: page-locked RAM) that any choice takes in any
+        interval, in bytes."""
+        used = [
+            [self.variant_choices[n].variant for n in of if self.variant_choices[n].used]
+            for of in self.choices_of
+        ]
         if locked:
             return sum(max((v.locked_bytes for v in variants), default=0) for variants in used)
-        total = sum(max((v.host_bytes + v.transient_bytes for v in variants), default=0) for variants in used)
+        total = sum(
+            max((v.host_bytes + v.transient_bytes for v in variants), default=0)
+            for variants in used
+        )
         if any(not of.computes for of in self.variant_choices):
             total += max((interval.activation_bytes for interval in self.intervals), default=0)
         return total + sum(gap.nbytes for gap in self.spill_gaps)
@@ -420,7 +525,8 @@ class Program:
         return sum(of.variant.stored_bytes for of in self.variant_choices if of.used)
 
     def excess_bytes(self, choice: Choice) -> dict[str, NDArray[np.int64]]:
-        """For each budget that is exceeded, the exact bytes above it: per interval, for ``disk`` one number."""
+        """For each budget that is exceeded, the exact bytes above it: per interval, for ``disk``
+        one number."""
         problem, host = self.problem, self.host_bytes(choice)
         tiers: dict[str, tuple[NDArray[np.int64], int | None]] = {
             "device": (self.device_bytes(choice), problem.effective_bytes),
@@ -430,32 +536,51 @@ class Program:
         }
         for number, helper in enumerate(problem.helpers, 1):
             tiers[f"helper {number}"] = self.helper_bytes(choice, number), helper.effective_bytes
-        found = {tier: np.maximum(taken - limit, 0) for tier, (taken, limit) in tiers.items() if limit is not None}
+        found = {
+            tier: np.maximum(taken - limit, 0)
+            for tier, (taken, limit) in tiers.items()
+            if limit is not None
+        }
         return {tier: excess for tier, excess in found.items() if excess.any()}
 
     def with_drops(self, choice: Choice, *, always: bool = False) -> Choice:
-        """``choice`` with every backing store dropped after its last use, where RAM cannot hold all of them to the end of the run,
-        or ``always``. Sessions keep all backing stores."""
-        limits, most = (self.problem.ram_bytes, self.problem.pinned_bytes), self.host_bytes(choice).max(axis=0, initial=0)
-        fits = all(limit is None or nbytes <= limit for nbytes, limit in zip(most, limits, strict=True))
+        """``choice`` with every backing store dropped after its last use, where RAM cannot hold all
+        of them to the end of the run, or ``always``. Sessions keep all backing stores."""
+        limits, most = (
+            (self.problem.ram_bytes, self.problem.pinned_bytes),
+            self.host_bytes(choice).max(axis=0, initial=0),
+        )
+        fits = all(
+            limit is None or nbytes <= limit for nbytes, limit in zip(most, limits, strict=True)
+        )
         if self.session or (fits and not always):
             return choice
         copied, drops = self.copied_blocks(choice) > 0, list[int]()
-        for of, read, groups in zip(self.variant_choices, choice.reads, self.groups_of, strict=True):
-            after = 1 + max(np.flatnonzero(copied[:, groups].any(axis=1) | self._called_on_cpu(of)), default=-1)
+        for of, read, groups in zip(
+            self.variant_choices, choice.reads, self.groups_of, strict=True
+        ):
+            after = 1 + max(
+                np.flatnonzero(copied[:, groups].any(axis=1) | self._called_on_cpu(of)), default=-1
+            )
             held = of.used and (of.read_seconds is None or read >= 0)
             drops.append(int(after) if held and after < len(self.intervals) else -1)
         return replace(choice, drops=tuple(drops))
 
     def first_use(self, number: int) -> int:
         """The first interval that uses variant choice ``number``; -1: none does."""
-        of, groups = self.variant_choices[number], [j for j, group in enumerate(self.groups) if group.variant_choice == number]
+        of, groups = (
+            self.variant_choices[number],
+            [j for j, group in enumerate(self.groups) if group.variant_choice == number],
+        )
         uses = np.flatnonzero(self.calls[:, groups].any(axis=1) | self._called_on_cpu(of))
         return int(uses[0]) if len(uses) else -1
 
     def _called_on_cpu(self, of: VariantChoice) -> NDArray[np.bool_]:
         """Whether an interval calls the component on the CPU."""
-        return np.array([not of.computes and of.component in interval.entered for interval in self.intervals], dtype=bool)
+        return np.array(
+            [not of.computes and of.component in interval.entered for interval in self.intervals],
+            dtype=bool,
+        )
 
     def with_variants(self, variants: Sequence[int]) -> Program:
         """The program in which each component has one variant only: the one at this index."""
@@ -463,29 +588,43 @@ class Program:
 
     def on_first_device(self) -> Program | None:
         """The program without variants on helpers; None where a component has no other one."""
-        own = [[n for n in of if not self.variant_choices[n].variant.helper] for of in self.choices_of]
-        return program_of(self.problem, [[self.variant_choices[n].index for n in of] for of in own]) if all(own) else None
+        own = [
+            [n for n in of if not self.variant_choices[n].variant.helper] for of in self.choices_of
+        ]
+        return (
+            program_of(self.problem, [[self.variant_choices[n].index for n in of] for of in own])
+            if all(own)
+            else None
+        )
 
     @property
     def reference_seconds(self) -> float:
-        """Seconds of one run's compute plus one copy of every block, each component in its first variant that may be chosen. The
-        MILP scales its times by this number."""
+        """Seconds of one run's compute plus one copy of every block, each component in its first
+        variant that may be chosen. The MILP scales its times by this number."""
         first = [of[0] for of in self.choices_of if of]
         groups = [j for j, group in enumerate(self.groups) if group.variant_choice in first]
         compute = sum(self.compute_seconds[t, j] for t in range(self.run_length) for j in groups)
-        compute += sum(interval.cpu_seconds[n] for interval in self.intervals[: self.run_length] for n in first)
+        compute += sum(
+            interval.cpu_seconds[n] for interval in self.intervals[: self.run_length] for n in first
+        )
         copied = [self.groups[j] for j in groups]
-        return float(compute + sum(group.count * (group.load_seconds + group.disk_seconds) for group in copied))
+        return float(
+            compute
+            + sum(group.count * (group.load_seconds + group.disk_seconds) for group in copied)
+        )
 
 
 # ---- Building a program
 
 
-def program_of(problem: Problem, variants: Sequence[Sequence[int]] | None = None, *, split: bool = False) -> Program:
+def program_of(
+    problem: Problem, variants: Sequence[Sequence[int]] | None = None, *, split: bool = False
+) -> Program:
     """The program of ``problem``, whose stage order and options are already applied.
 
-    ``variants``: for each component, indices of the variants that may be chosen; None: all usable ones. ``split``: blocks of a
-    component may be put on a helper (`Group.mirror`); such a program is for `graphrun.solve.milp` alone.
+    ``variants``: for each component, indices of the variants that may be chosen; None: all usable
+    ones. ``split``: blocks of a component may be put on a helper (`Group.mirror`); such a program
+    is for `graphrun.solve.milp` alone.
     """
     used = used_components(problem)
     variant_choices: list[VariantChoice] = []
@@ -493,11 +632,20 @@ def program_of(problem: Problem, variants: Sequence[Sequence[int]] | None = None
         for index in variants[number] if variants is not None else usable(problem, number):
             variant = component.variants[index]
             pairs = zip(component.groups, variant.read_seconds, strict=False)
-            read_seconds = sum(len(group.blocks) * seconds for group, seconds in pairs) if variant.read_seconds else None
-            variant_choices.append(VariantChoice(number, index, variant, read_seconds, component in used))
-    groups = tuple(group for number, of in enumerate(variant_choices) for group in _groups(problem, number, of))
+            read_seconds = (
+                sum(len(group.blocks) * seconds for group, seconds in pairs)
+                if variant.read_seconds
+                else None
+            )
+            variant_choices.append(
+                VariantChoice(number, index, variant, read_seconds, component in used)
+            )
+    groups = tuple(
+        group for number, of in enumerate(variant_choices) for group in _groups(problem, number, of)
+    )
     groups += tuple(_mirrors(problem, variant_choices, groups)) if split else ()
-    run_weights = (1.0, float(problem.runs - 1))[: min(2, problem.runs)]  # how many runs the first and the further one stand for
+    # how many runs the first and the further one stand for
+    run_weights = (1.0, float(problem.runs - 1))[: min(2, problem.runs)]
     intervals = tuple(
         interval
         for weight in run_weights
@@ -505,25 +653,41 @@ def program_of(problem: Problem, variants: Sequence[Sequence[int]] | None = None
         for interval in _intervals(problem, variant_choices, groups, number, weight)
     )
     run_length = len(intervals) // len(run_weights)
-    loads = {interval.phase: t for t, interval in enumerate(intervals[:run_length]) if interval.part == "load"}
+    loads = {
+        interval.phase: t
+        for t, interval in enumerate(intervals[:run_length])
+        if interval.part == "load"
+    }
     return Program(
-        problem, tuple(variant_choices), groups, intervals, spill_gaps_of(problem, loads, run_length, len(intervals)), run_length
+        problem,
+        tuple(variant_choices),
+        groups,
+        intervals,
+        spill_gaps_of(problem, loads, run_length, len(intervals)),
+        run_length,
     )
 
 
 def usable(problem: Problem, number: int) -> tuple[int, ...]:
-    """Indices of the variants of component ``number`` that are allowed and compatible with its directives. One that computes on the
-    CPU has no blocks on the device, as `keep` and `whole` demand, and needs its weights in RAM."""
+    """Indices of the variants of component ``number`` that are allowed and compatible with its
+    directives. One that computes on the CPU has no blocks on the device, as `keep` and `whole`
+    demand, and needs its weights in RAM."""
     component = problem.components[number]
     resident = problem.demanded(component.name) & {"keep", "whole"}
     of = component.variants
-    return tuple(n for n in problem.usable(component) if of[n].device != "cpu" or (of[n].backing_store != "disk" and not resident))
+    return tuple(
+        n
+        for n in problem.usable(component)
+        if of[n].device != "cpu" or (of[n].backing_store != "disk" and not resident)
+    )
 
 
 def _groups(problem: Problem, number: int, variant_choice: VariantChoice) -> Iterator[Group]:
     component, variant = problem.components[variant_choice.component], variant_choice.variant
     demanded, by_layer = problem.demanded(component.name), component.granularity == "layers"
-    for index, streamable in enumerate(streamable_groups(component, variant_choice.index) if variant_choice.computes else ()):
+    for index, streamable in enumerate(
+        streamable_groups(component, variant_choice.index) if variant_choice.computes else ()
+    ):
         of, nbytes = component.groups[index], variant.block_bytes[index]
         yield Group(
             variant_choice=number,
@@ -533,11 +697,14 @@ def _groups(problem: Problem, number: int, variant_choice: VariantChoice) -> Ite
             block_bytes=nbytes,
             held_bytes=round_up(nbytes, ALLOCATION_BYTES),
             load_seconds=variant.load_seconds[index],
-            disk_seconds=variant.disk_seconds[index] if variant.backing_store == "disk" and variant.disk_seconds else 0.0,
+            disk_seconds=variant.disk_seconds[index]
+            if variant.backing_store == "disk" and variant.disk_seconds
+            else 0.0,
             streamable=streamable,
             movable=variant.movable,
             demanded=demanded,
-            # Block groups run one after another: each is a set of its own. Calls of layers in one child module alternate.
+            # Block groups run one after another: each is a set of its own. Calls of layers in one
+            # child module alternate.
             overlap_key=of.blocks[0].split(".")[0] if by_layer else f"{index}",
             by_layer=by_layer,
             excluded=of.streamable and "exclude" in demanded,
@@ -545,24 +712,48 @@ def _groups(problem: Problem, number: int, variant_choice: VariantChoice) -> Ite
         )
 
 
-def _mirrors(problem: Problem, variant_choices: Sequence[VariantChoice], groups: Sequence[Group]) -> Iterator[Group]:
-    """For each helper over which the component of one of ``groups`` may be split, a group for its blocks there."""
+def _mirrors(
+    problem: Problem, variant_choices: Sequence[VariantChoice], groups: Sequence[Group]
+) -> Iterator[Group]:
+    """For each helper over which the component of one of ``groups`` may be split, a group for its
+    blocks there."""
     for j, group in enumerate(groups):
-        component, chosen = problem.components[group.component], variant_choices[group.variant_choice]
-        for helper in helpers_for(problem, component) if chosen.used and "" not in component.groups[group.index].blocks else ():
+        component, chosen = (
+            problem.components[group.component],
+            variant_choices[group.variant_choice],
+        )
+        for helper in (
+            helpers_for(problem, component)
+            if chosen.used and "" not in component.groups[group.index].blocks
+            else ()
+        ):
             if (there := twin(component, chosen.variant, helper)) is not None:
                 load = there.load_seconds[group.index]
-                yield replace(group, load_seconds=load, disk_seconds=0.0, streamable=False, helper=helper, mirror=j)
+                yield replace(
+                    group,
+                    load_seconds=load,
+                    disk_seconds=0.0,
+                    streamable=False,
+                    helper=helper,
+                    mirror=j,
+                )
 
 
 def _intervals(
-    problem: Problem, variant_choices: Sequence[VariantChoice], groups: Sequence[Group], number: int, weight: float
+    problem: Problem,
+    variant_choices: Sequence[VariantChoice],
+    groups: Sequence[Group],
+    number: int,
+    weight: float,
 ) -> Iterator[Interval]:
-    """Intervals of phase ``number``: load where the phase uses a component, first, and steady where there are further calls."""
+    """Intervals of phase ``number``: load where the phase uses a component, first, and steady where
+    there are further calls."""
     phase = problem.phases[number]
     own = {use.component: use for use in phase.uses}
     components = [problem.components[of.component] for of in variant_choices]
-    uses = [  # the phase's use of each variant choice with the seconds of the variant; None if the phase does not use it
+    # the phase's use of each variant choice with the seconds of the variant; None if the phase does
+    # not use it
+    uses = [
         use_with(own[component.name], component, of.variant) if component.name in own else None
         for component, of in zip(components, variant_choices, strict=True)
     ]
@@ -576,19 +767,28 @@ def _intervals(
         if not rounds and (part != "load" or not phase.uses):
             continue
         calls = tuple(use.group_calls_in(part)[k] if use else 0 for use, k in pairs)
-        cpu_seconds, helper_bytes = [0.0] * len(variant_choices), [(0,) * len(problem.helpers)] * len(variant_choices)
+        cpu_seconds, helper_bytes = (
+            [0.0] * len(variant_choices),
+            [(0,) * len(problem.helpers)] * len(variant_choices),
+        )
         for n, (use, component) in enumerate(zip(uses, components, strict=True)):
             if use is None:
                 continue
             variant = variant_choices[n].variant
             triples = zip(component.groups, use.group_calls_in(part), use.seconds, strict=True)
             away = [of for of in triples if variant.device != "device" or of[0].helper]
-            cpu_seconds[n] = sum((len(group.blocks) * times * seconds for group, times, seconds in away), 0.0)
+            cpu_seconds[n] = sum(
+                (len(group.blocks) * times * seconds for group, times, seconds in away), 0.0
+            )
             chosen = replace(component, variants=(variant,))
             if rounds:
-                cpu_seconds[n] += use.calls_in(part) * sum(crossing_seconds(problem, use, chosen).values())
+                cpu_seconds[n] += use.calls_in(part) * sum(
+                    crossing_seconds(problem, use, chosen).values()
+                )
                 numbers = range(1, len(problem.helpers) + 1)
-                helper_bytes[n] = tuple(bytes_on_helper(activation, [(use, chosen)], number) for number in numbers)
+                helper_bytes[n] = tuple(
+                    bytes_on_helper(activation, [(use, chosen)], number) for number in numbers
+                )
         yield Interval(
             phase=number,
             part=part,
@@ -604,34 +804,49 @@ def _intervals(
             ),
             passes=tuple(use.passes_of(k) if use else 1 for use, k in pairs),
             used=frozenset(group.component for group, n in zip(groups, calls, strict=True) if n),
-            entered=frozenset(c for c, of in enumerate(problem.components) if of.name in own and part != "load"),
+            entered=frozenset(
+                c for c, of in enumerate(problem.components) if of.name in own and part != "load"
+            ),
             cpu_seconds=tuple(cpu_seconds),
             helper_bytes=tuple(helper_bytes),
             own_seconds=tuple(
-                block_seconds(use, components[group.variant_choice])[group.index] if use and group.mirror < 0 else 0.0
+                block_seconds(use, components[group.variant_choice])[group.index]
+                if use and group.mirror < 0
+                else 0.0
                 for group, (use, _) in zip(groups, pairs, strict=True)
             ),
         )
 
 
-def _seconds(problem: Problem, group: Group, variant_choices: Sequence[VariantChoice], use: Use, own: Mapping[str, Use]) -> float:
-    """Seconds of one block of ``group`` in one call; 0 where they count in `Interval.cpu_seconds`. ``use``: with the seconds of the
-    variant; ``own``: without."""
+def _seconds(
+    problem: Problem,
+    group: Group,
+    variant_choices: Sequence[VariantChoice],
+    use: Use,
+    own: Mapping[str, Use],
+) -> float:
+    """Seconds of one block of ``group`` in one call; 0 where they count in `Interval.cpu_seconds`.
+    ``use``: with the seconds of the variant; ``own``: without."""
     if group.mirror < 0:
         return 0.0 if group.helper else use.seconds[group.index]
-    component, here = problem.components[group.component], variant_choices[group.variant_choice].variant
+    component, here = (
+        problem.components[group.component],
+        variant_choices[group.variant_choice].variant,
+    )
     there, k = twin(component, here, group.helper), group.index
     extra = there.block_seconds[k] if there is not None and there.block_seconds else 0.0
     seconds = block_seconds(own[component.name], component)[k]
     return max(0.0, here.slowdown * seconds * slowdown_of(component, group.helper) + extra)
 
 
-def spill_gaps_of(problem: Problem, loads: Mapping[int, int], run_length: int, count: int) -> tuple[SpillGap, ...]:
-    """All spill gaps of all values, in each run (see `SpillGap`). Only gaps whose first phase and following phase both have a load
-    slot are returned.
+def spill_gaps_of(
+    problem: Problem, loads: Mapping[int, int], run_length: int, count: int
+) -> tuple[SpillGap, ...]:
+    """All spill gaps of all values, in each run (see `SpillGap`). Only gaps whose first phase and
+    following phase both have a load slot are returned.
 
-    ``loads``: index of a phase -> index of its load slot in the first run. ``count``: number of intervals of the program,
-    ``run_length`` of them in each run.
+    ``loads``: index of a phase -> index of its load slot in the first run. ``count``: number of
+    intervals of the program, ``run_length`` of them in each run.
     """
     found = []
     for number, value in enumerate(problem.values):

@@ -19,7 +19,8 @@ from graphrun.units import typed_size
 
 
 def predicted_seconds(problem: Problem) -> float | None:
-    """Seconds of the fastest plan for ``problem`` by the program alone, without simulation; None where nothing fits."""
+    """Seconds of the fastest plan for ``problem`` by the program alone, without simulation; None
+    where nothing fits."""
     for each in ever_finer(problem) if has_usable_variants(problem) else ():
         answer = choose([Formulation(of.program) for of in stage_choices(each)[0]], SECONDS)
         if answer is not None:
@@ -29,8 +30,9 @@ def predicted_seconds(problem: Problem) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """A change after which a plan exists. ``change``: pairs of a command line option and its value, "" for an option without one;
-    ``seconds``: predicted total of all runs; ``changes_output``: whether generated images differ."""
+    """A change after which a plan exists. ``change``: pairs of a command line option and its value,
+    "" for an option without one; ``seconds``: predicted total of all runs; ``changes_output``:
+    whether generated images differ."""
 
     text: str
     change: tuple[tuple[str, str], ...]
@@ -41,11 +43,18 @@ class Repair:
         return self.text
 
 
-SIZES = ("--vram", "--ram", "--pinned", "--disk")  # options that are sizes of which more is enough too
+# options that are sizes of which more is enough too
+SIZES = (
+    "--vram",
+    "--ram",
+    "--pinned",
+    "--disk",
+)
 
 
 def typed_value(option: str, value: str) -> str:
-    """The ``value`` of a change of ``option`` as one types it; sizes are rounded to what is enough too."""
+    """The ``value`` of a change of ``option`` as one types it; sizes are rounded to what is enough
+    too."""
     if option not in (*SIZES, "--reserve"):
         return value
     return ",".join(typed_size(nbytes, down=option == "--reserve") for nbytes in sizes_in(value))
@@ -57,8 +66,9 @@ def sizes_in(value: str) -> list[int]:
 
 
 def python_arguments(repair: Repair, problem: Problem) -> str:
-    """The arguments of `graphrun.estimate` or `graphrun.attach` to change for ``repair``: ``vram="3.4G"``. Empty where arguments
-    alone are not enough: a directive left out, a second run, a larger device."""
+    """The arguments of `graphrun.estimate` or `graphrun.attach` to change for ``repair``:
+    ``vram="3.4G"``. Empty where arguments alone are not enough: a directive left out, a second run,
+    a larger device."""
     values: dict[str, list[str]] = {}
     for option, value in repair.change:
         too_large = option == "--vram" and sizes_in(value)[0] > problem.hardware.capacity_bytes
@@ -68,12 +78,15 @@ def python_arguments(repair: Repair, problem: Problem) -> str:
     if "allow" in values:
         values["allow"] = [*problem.allow, *values["allow"]]
     lists = {name: ", ".join(f'"{text}"' for text in texts) for name, texts in values.items()}
-    return ", ".join(f"{name}=[{text}]" if name == "allow" else f"{name}={text}" for name, text in lists.items())
+    return ", ".join(
+        f"{name}=[{text}]" if name == "allow" else f"{name}={text}" for name, text in lists.items()
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A repair to be verified: every one of ``problems`` must have a plan. ``fallback``: proposed instead where one has none."""
+    """A repair to be verified: every one of ``problems`` must have a plan. ``fallback``: proposed
+    instead where one has none."""
 
     text: str
     change: tuple[tuple[str, str], ...]
@@ -82,21 +95,35 @@ class Proposal:
     fallback: Proposal | None = None
 
 
-def repairs_of(problem: Problem, needs: Sequence[PhaseMinimum], least: Mapping[str, int]) -> tuple[Repair, ...]:
-    """Every change that suffices alone, best first. ``needs``: the phases that do not fit in VRAM; ``least``: the smallest budget
-    by the name of its tier."""
+def repairs_of(
+    problem: Problem, needs: Sequence[PhaseMinimum], least: Mapping[str, int]
+) -> tuple[Repair, ...]:
+    """Every change that suffices alone, best first. ``needs``: the phases that do not fit in VRAM;
+    ``least``: the smallest budget by the name of its tier."""
     found = (_verified(proposal) for proposal in _proposals(problem, needs, least))
-    return tuple(sorted((of for of in found if of is not None), key=lambda repair: (repair.changes_output, repair.seconds)))
+    return tuple(
+        sorted(
+            (of for of in found if of is not None),
+            key=lambda repair: (repair.changes_output, repair.seconds),
+        )
+    )
 
 
 def _verified(proposal: Proposal) -> Repair | None:
     seconds = [predicted_seconds(each) for each in proposal.problems]
     if None in seconds:
         return _verified(proposal.fallback) if proposal.fallback is not None else None
-    return Repair(proposal.text, proposal.change, sum(s for s in seconds if s is not None), proposal.changes_output)
+    return Repair(
+        proposal.text,
+        proposal.change,
+        sum(s for s in seconds if s is not None),
+        proposal.changes_output,
+    )
 
 
-def _proposals(problem: Problem, needs: Sequence[PhaseMinimum], least: Mapping[str, int]) -> Iterator[Proposal]:
+def _proposals(
+    problem: Problem, needs: Sequence[PhaseMinimum], least: Mapping[str, int]
+) -> Iterator[Proposal]:
     yield from _budgets(problem, least)
     yield from permissions(problem)
     yield from _directives(problem, needs)
@@ -111,7 +138,9 @@ def _budgets(problem: Problem, least: Mapping[str, int]) -> Iterator[Proposal]:
     raised = replace(problem, budget_bytes=device)
     if device > capacity:
         raised = replace(raised, hardware=replace(problem.hardware, capacity_bytes=device))
-    vram = Proposal(_device_text(problem, device), (("--vram", problem.vram_option(device)),), (raised,))
+    vram = Proposal(
+        _device_text(problem, device), (("--vram", problem.vram_option(device)),), (raised,)
+    )
     if device > min(problem.budget_bytes, capacity):
         yield vram
     if ram > problem.ram_bytes:
@@ -124,13 +153,19 @@ def _budgets(problem: Problem, least: Mapping[str, int]) -> Iterator[Proposal]:
         text = _raise("page-locked RAM", problem.pinned_bytes, pinned)
         yield Proposal(text, (("--pinned", str(pinned)),), (replace(problem, pinned_bytes=pinned),))
     if problem.disk_bytes is not None and (disk := least["disk"]) > problem.disk_bytes:
-        yield Proposal(_raise("disk", problem.disk_bytes, disk), (("--disk", str(disk)),), (replace(problem, disk_bytes=disk),))
+        yield Proposal(
+            _raise("disk", problem.disk_bytes, disk),
+            (("--disk", str(disk)),),
+            (replace(problem, disk_bytes=disk),),
+        )
 
 
 def _device_text(problem: Problem, device: int) -> str:
     capacity = problem.hardware.capacity_bytes
     if device > capacity:
-        return f"use a device with {typed_size(device)} or more: this one has {typed_size(capacity)}"
+        return (
+            f"use a device with {typed_size(device)} or more: this one has {typed_size(capacity)}"
+        )
     return _raise("VRAM", problem.budget_bytes, device)
 
 
@@ -140,18 +175,32 @@ def _raise(tier: str, have: int, want: int) -> str:
 
 def permissions(problem: Problem) -> Iterator[Proposal]:
     """Permissions that variants and options need and do not have: each alone, then all together."""
-    variants = {variant.needs: (component.name, variant) for component in problem.components for variant in component.variants}
+    variants = {
+        variant.needs: (component.name, variant)
+        for component in problem.components
+        for variant in component.variants
+    }
     options = {option.needs: option for option in problem.options}
     wanted = [name for name in sorted({*variants, *options}) if name and name not in problem.allow]
     for name in wanted:
         users = [c.name for c in problem.components if any(v.needs == name for v in c.variants)]
-        users += [f"{option.name} of {option.stage}" for option in problem.options if option.needs == name]
+        users += [
+            f"{option.name} of {option.stage}" for option in problem.options if option.needs == name
+        ]
         yield Proposal(
-            f"allow {name} (for {', '.join(users)})", (("--allow", name),), (replace(problem, allow=(*problem.allow, name)),), True
+            f"allow {name} (for {', '.join(users)})",
+            (("--allow", name),),
+            (replace(problem, allow=(*problem.allow, name)),),
+            True,
         )
     if len(wanted) > 1:
         changed = replace(problem, allow=(*problem.allow, *wanted))
-        yield Proposal(f"allow {', '.join(wanted)}", tuple(("--allow", name) for name in wanted), (changed,), True)
+        yield Proposal(
+            f"allow {', '.join(wanted)}",
+            tuple(("--allow", name) for name in wanted),
+            (changed,),
+            True,
+        )
 
 
 def _directives(problem: Problem, needs: Sequence[PhaseMinimum]) -> Iterator[Proposal]:
@@ -159,44 +208,71 @@ def _directives(problem: Problem, needs: Sequence[PhaseMinimum]) -> Iterator[Pro
     if problem.reserve_bytes and 0 < short <= problem.reserve_bytes:
         lowered = problem.reserve_bytes - short
         text = f"lower the reserve from {typed_size(problem.reserve_bytes)} to {typed_size(lowered, down=True)}"
-        yield Proposal(text, (("--reserve", str(lowered)),), (replace(problem, reserve_bytes=lowered),))
+        yield Proposal(
+            text, (("--reserve", str(lowered)),), (replace(problem, reserve_bytes=lowered),)
+        )
     for directive in problem.directives:
         others = tuple(other for other in problem.directives if other != directive)
         name = f"{directive.placement} {directive.component}"
         yield Proposal(
-            f"do without the directive {name}", ((f"--{directive.placement}", ""),), (replace(problem, directives=others),)
+            f"do without the directive {name}",
+            ((f"--{directive.placement}", ""),),
+            (replace(problem, directives=others),),
         )
 
 
 def _separate_runs(problem: Problem) -> Iterator[Proposal]:
-    """The leading stages in a run of their own, and the others with their saved outputs. Where the leading stages do not fit even
-    so, they may run on another machine or with a larger budget, because embeddings can be saved."""
+    """The leading stages in a run of their own, and the others with their saved outputs. Where the
+    leading stages do not fit even so, they may run on another machine or with a larger budget,
+    because embeddings can be saved."""
     stages = stages_of(problem)
     for count in range(1, len(stages)):
         before, last = stages[:count], stages[count - 1]
-        if problem.runs > 1 or any(earlier not in before for earlier, later in problem.precedence or () if later in before):
+        if problem.runs > 1 or any(
+            earlier not in before for earlier, later in problem.precedence or () if later in before
+        ):
             continue
         others, change = _subproblem(problem, stages[count:]), (("--until", last),)
         text = f"run {', '.join(before)} separately: first with --until {last}, then the other stages with its outputs"
         elsewhere = f"run {', '.join(before)} on a larger machine with --until {last}, then the other stages here with its outputs"
-        yield Proposal(text, change, (_subproblem(problem, before), others), fallback=Proposal(elsewhere, change, (others,)))
+        yield Proposal(
+            text,
+            change,
+            (_subproblem(problem, before), others),
+            fallback=Proposal(elsewhere, change, (others,)),
+        )
 
 
 def _subproblem(problem: Problem, stages: tuple[str, ...]) -> Problem:
-    """``problem`` with these stages alone. Values from earlier stages are on the device from its first phase on."""
+    """``problem`` with these stages alone. Values from earlier stages are on the device from its
+    first phase on."""
     kept = [number for number, phase in enumerate(problem.phases) if phase.stage in stages]
     phases = tuple(problem.phases[number] for number in kept)
-    values = tuple(_shifted(value, kept[0], kept[-1]) for value in problem.values if kept and _overlaps(value, kept))
+    values = tuple(
+        _shifted(value, kept[0], kept[-1])
+        for value in problem.values
+        if kept and _overlaps(value, kept)
+    )
     used = {use.component for phase in phases for use in phase.uses}
-    used |= {use.component for option in problem.options if option.stage in stages for phase in option.phases for use in phase.uses}
+    used |= {
+        use.component
+        for option in problem.options
+        if option.stage in stages
+        for phase in option.phases
+        for use in phase.uses
+    }
     pairs = problem.precedence
     return replace(
         problem,
         phases=phases,
         values=values,
         components=tuple(component for component in problem.components if component.name in used),
-        directives=tuple(directive for directive in problem.directives if directive.component in used),
-        precedence=None if pairs is None else tuple(pair for pair in pairs if set(pair) <= set(stages)),
+        directives=tuple(
+            directive for directive in problem.directives if directive.component in used
+        ),
+        precedence=None
+        if pairs is None
+        else tuple(pair for pair in pairs if set(pair) <= set(stages)),
         options=tuple(option for option in problem.options if option.stage in stages),
     )
 
@@ -206,16 +282,24 @@ def _overlaps(value: ValueNumbers, kept: Sequence[int]) -> bool:
 
 
 def _shifted(value: ValueNumbers, begin: int, end: int) -> ValueNumbers:
-    return replace(value, first_phase=max(value.first_phase, begin) - begin, last_phase=min(value.last_phase, end) - begin)
+    return replace(
+        value,
+        first_phase=max(value.first_phase, begin) - begin,
+        last_phase=min(value.last_phase, end) - begin,
+    )
 
 
 def _smaller_activation(problem: Problem, needs: Sequence[PhaseMinimum]) -> Iterator[Proposal]:
     """The activation of the phases that do not fit in VRAM, reduced until they do."""
-    limits = {need.phase: need.available_bytes - need.total_bytes + need.activation_bytes for need in needs}
+    limits = {
+        need.phase: need.available_bytes - need.total_bytes + need.activation_bytes
+        for need in needs
+    }
     if not limits or any(limit <= 0 for limit in limits.values()):
         return
     parts = [
-        f"{need.phase} from {typed_size(need.activation_bytes)} to {typed_size(limits[need.phase], down=True)}" for need in needs
+        f"{need.phase} from {typed_size(need.activation_bytes)} to {typed_size(limits[need.phase], down=True)}"
+        for need in needs
     ]
     phases = tuple(_limit_activation(phase, limits.get(phase.name)) for phase in problem.phases)
     text = f"shrink the activation of {', '.join(parts)}: a smaller image, fewer images at once, tiling"
@@ -225,4 +309,8 @@ def _smaller_activation(problem: Problem, needs: Sequence[PhaseMinimum]) -> Iter
 def _limit_activation(phase: PhaseNumbers, activation: int | None) -> PhaseNumbers:
     if activation is None:
         return phase
-    return replace(phase, first_bytes=min(phase.first_bytes, activation), steady_bytes=min(phase.steady_bytes, activation))
+    return replace(
+        phase,
+        first_bytes=min(phase.first_bytes, activation),
+        steady_bytes=min(phase.steady_bytes, activation),
+    )

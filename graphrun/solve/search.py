@@ -1,6 +1,8 @@
-"""The best integers of one or several programs of the same problem: least seconds, then bytes moved, then memory. Makes no plan.
+"""The best integers of one or several programs of the same problem: least seconds, then bytes
+moved, then memory. Makes no plan.
 
-for each goal:  relaxations of all programs -> exact programs in order of their bounds, while the bound is no worse than the
+for each goal:  relaxations of all programs -> exact programs in order of their bounds, while the
+bound is no worse than the
                 best value found -> programs that reach the best value go on to the next goal
 """
 
@@ -14,25 +16,37 @@ from graphrun.solve.linear import GAP, NODES, ROUGH_GAP, Linear, MilpResult, Row
 from graphrun.solve.milp import Formulation
 from graphrun.solve.program import Choice, Program
 
-# HiGHS takes a row as kept, and a value as whole, within 1e-6: 8 GiB are exceeded by up to 8 bytes, and a block of 400 MB by 400.
-# The margin grows per round, where keeping the excess free was not enough: the last is 65,536 times the excess.
+# HiGHS takes a row as kept, and a value as whole, within 1e-6: 8 GiB are exceeded by up to 8 bytes,
+# and a block of 400 MB by 400. The margin grows per round, where keeping the excess free was not
+# enough: the last is 65,536 times the excess.
 ROUNDS = 4
 MARGIN_GROWTH = 256
-# Columns of one program, and of all programs that are equally fast. Above either, variants, order and options are those of the
-# first fastest solution found, even if others are as fast. LARGE_GAPS: relative gaps of seconds, bytes moved and memory in a large
-# program.
+# Columns of one program, and of all programs that are equally fast. Above either, variants, order
+# and options are those of the first fastest solution found, even if others are as fast. LARGE_GAPS:
+# relative gaps of seconds, bytes moved and memory in a large program.
 LARGE, MOST_LARGE = 850, 4000
 LARGE_GAPS = (1e-4, 1e-3, 1e-3)
-TIE_NODES, REFINE_NODES = 200, 500  # of a search that breaks a tie in a large program; of one with higher copy times
+# of a search that breaks a tie in a large program; of one with higher copy times
+TIE_NODES, REFINE_NODES = (
+    200,
+    500,
+)
 HUGE, HUGE_GAP = 8000, 1e-3  # gap of seconds above this many columns, which no reference graph has
-ROUNDING_GAPS = (2e-4, 3e-3)  # gap when counts of layers are rounded; the second above MOST_LARGE columns
-COPY_WEIGHT = 0.01  # weight of a second of copying relative to a second of the plan, where both are in one goal
-SLACK = 1e-6  # relative loss of a goal allowed for the next one; HiGHS warns on stdout about tighter rows
+# gap when counts of layers are rounded; the second above MOST_LARGE columns
+ROUNDING_GAPS = (
+    2e-4,
+    3e-3,
+)
+# weight of a second of copying relative to a second of the plan, where both are in one goal
+COPY_WEIGHT = 0.01
+# relative loss of a goal allowed for the next one; HiGHS warns on stdout about tighter rows
+SLACK = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What to minimise: a linear expression and the value of its unit. ``gap``: relative optimality gap; ``nodes``: most nodes."""
+    """What to minimise: a linear expression and the value of its unit. ``gap``: relative optimality
+    gap; ``nodes``: most nodes."""
 
     of: Callable[[Formulation], tuple[Linear, float]]
     gap: float = GAP
@@ -52,16 +66,22 @@ def _refine_goal(of: Formulation) -> tuple[Linear, float]:
     return of.seconds + COPY_WEIGHT * of.copying + 1e-6 * of.memory, of.seconds_unit
 
 
-# Goal when a program is solved again because the simulator found its plan slower than predicted: among plans that are nearly as
-# fast, bytes moved decide, then memory. The simulator judges the result again.
+# Goal when a program is solved again because the simulator found its plan slower than predicted:
+# among plans that are nearly as fast, bytes moved decide, then memory. The simulator judges the
+# result again.
 REFINE_GOALS = (Goal(_refine_goal, 1e-4, REFINE_NODES),)
-LAYER_GOALS = (*SECONDS, *REFINE_GOALS)  # for layers: their counts are fractions, rounded afterwards
+# for layers: their counts are fractions, rounded afterwards
+LAYER_GOALS = (
+    *SECONDS,
+    *REFINE_GOALS,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The best choice found. ``number``: index of its program among those given; ``program``: that program with one variant per
-    component; ``bound``: lower bound on seconds over all programs; ``large``: solving it is slow, so avoid doing it again."""
+    """The best choice found. ``number``: index of its program among those given; ``program``: that
+    program with one variant per component; ``bound``: lower bound on seconds over all programs;
+    ``large``: solving it is slow, so avoid doing it again."""
 
     number: int
     program: Program
@@ -71,11 +91,11 @@ class Answer:
 
 
 def choose(formulations: Sequence[Formulation], goals: Sequence[Goal] = GOALS) -> Answer | None:
-    """The best choice over the programs of ``formulations``, with the bound in seconds; None: nothing fits. ``goals``: in order of
-    priority.
+    """The best choice over the programs of ``formulations``, with the bound in seconds; None:
+    nothing fits. ``goals``: in order of priority.
 
-    Budgets are checked in integers. Where rounding let a slot exceed one, that much is kept free and the programs are solved again.
-    Raises BrokenPlan if that does not help.
+    Budgets are checked in integers. Where rounding let a slot exceed one, that much is kept free
+    and the programs are solved again. Raises BrokenPlan if that does not help.
     """
     formulations = list(formulations)
     for trial in range(ROUNDS):
@@ -86,20 +106,36 @@ def choose(formulations: Sequence[Formulation], goals: Sequence[Goal] = GOALS) -
         number, answer, bound = found
         of = formulations[number]
         if layers := of.layer_columns:
-            answer = of.model.rounded(answer, layers, _refine_goal(of)[0], ROUNDING_GAPS[of.model.size > MOST_LARGE]) or answer
+            answer = (
+                of.model.rounded(
+                    answer, layers, _refine_goal(of)[0], ROUNDING_GAPS[of.model.size > MOST_LARGE]
+                )
+                or answer
+            )
         program, choice = of.choice(answer.values)
         excess = program.excess_bytes(choice)
         if not excess:
             return Answer(number, program, choice, bound, of.model.size > LARGE)
-        more = {tier: of.margins.get(tier, 0) + MARGIN_GROWTH**trial * nbytes for tier, nbytes in excess.items()}
-        formulations[number] = Formulation(of.program, of.factors, {**of.margins, **more}, None, of.depth, of.leaves, of.near)
-    raise BrokenPlan("the solver found no plan where one exists, which is a bug; report it with the JSON form of the problem")
+        more = {
+            tier: of.margins.get(tier, 0) + MARGIN_GROWTH**trial * nbytes
+            for tier, nbytes in excess.items()
+        }
+        formulations[number] = Formulation(
+            of.program, of.factors, {**of.margins, **more}, None, of.depth, of.leaves, of.near
+        )
+    raise BrokenPlan(
+        "the solver found no plan where one exists, which is a bug; report it with the JSON form of the problem"
+    )
 
 
 def can_reach(formulation: Formulation, seconds: float) -> bool:
-    """Whether the program has a solution within ``seconds``, as far as that is quick to find out: the relaxation is tried first,
-    and programs with many columns count as False."""
-    model, of, enough = formulation.model, formulation.seconds, [formulation.seconds <= seconds / formulation.seconds_unit]
+    """Whether the program has a solution within ``seconds``, as far as that is quick to find out:
+    the relaxation is tried first, and programs with many columns count as False."""
+    model, of, enough = (
+        formulation.model,
+        formulation.seconds,
+        [formulation.seconds <= seconds / formulation.seconds_unit],
+    )
     if model.size > MOST_LARGE or model.minimise(of, enough, whole=False) is None:
         return False
     return model.minimise(of, enough, gap=1.0) is not None
@@ -112,9 +148,11 @@ def least_seconds(formulations: Sequence[Formulation]) -> float:
     return minimise_over(formulations, range(len(formulations)), goal, staged=large)[2]
 
 
-def _minimise_in_order(formulations: list[Formulation], goals: Sequence[Goal]) -> tuple[int, MilpResult, float] | None:
-    """Minimises ``goals`` in order of priority; each result limits the search for the next. Returns the index of the formulation,
-    its result and the bound of the first goal."""
+def _minimise_in_order(
+    formulations: list[Formulation], goals: Sequence[Goal]
+) -> tuple[int, MilpResult, float] | None:
+    """Minimises ``goals`` in order of priority; each result limits the search for the next. Returns
+    the index of the formulation, its result and the bound of the first goal."""
     candidates: dict[int, MilpResult] = {}
     limits = list[tuple[Goal, float]]()
     bound = 0.0
@@ -123,8 +161,14 @@ def _minimise_in_order(formulations: list[Formulation], goals: Sequence[Goal]) -
         of = list(candidates) if limits else list(range(len(formulations)))
         large = any(formulations[n].model.size > LARGE for n in of)
         most = max(most, HUGE_GAP) if any(formulations[n].model.size > HUGE for n in of) else most
-        wanted = replace(goal, gap=max(goal.gap, most), nodes=TIE_NODES if limits else goal.nodes) if large else goal
-        results, best, least = minimise_over(formulations, of, wanted, limits, staged=large, fixed=fixed, known=candidates)
+        wanted = (
+            replace(goal, gap=max(goal.gap, most), nodes=TIE_NODES if limits else goal.nodes)
+            if large
+            else goal
+        )
+        results, best, least = minimise_over(
+            formulations, of, wanted, limits, staged=large, fixed=fixed, known=candidates
+        )
         if not results:
             break
         candidates = dict(results)
@@ -133,11 +177,18 @@ def _minimise_in_order(formulations: list[Formulation], goals: Sequence[Goal]) -
             if large or sum(formulations[n].model.size for n in candidates) > MOST_LARGE:
                 number = min(candidates)
                 of_variants = formulations[number].chosen_in(candidates[number].values)
-                candidates, fixed = {number: candidates[number]}, formulations[number].variant_columns(of_variants)
-        elif large or formulations[min(candidates)].program.part:  # what remains is when blocks are loaded for later use
+                candidates, fixed = (
+                    {number: candidates[number]},
+                    formulations[number].variant_columns(of_variants),
+                )
+        elif (
+            large or formulations[min(candidates)].program.part
+        ):  # what remains is when blocks are loaded for later use
             number = min(candidates)
             candidates = {number: candidates[number]}
-            fixed = (fixed or {}) | formulations[number].compute_slot_columns(candidates[number].values)
+            fixed = (fixed or {}) | formulations[number].compute_slot_columns(
+                candidates[number].values
+            )
         limits.append((goal, best))
     number = min(candidates, default=0)
     return (number, candidates[number], bound) if candidates else None
@@ -153,8 +204,9 @@ def minimise_over(
     fixed: Mapping[int, float] | None = None,
     known: Mapping[int, MilpResult] | None = None,
 ) -> tuple[dict[int, MilpResult], float, float]:
-    """Minimises ``goal`` over the formulations ``candidates``: results that reach the best value, by index; the best value and the
-    bound on it, in seconds or bytes. ``limits``: earlier goals and their values; ``known``: solutions within these."""
+    """Minimises ``goal`` over the formulations ``candidates``: results that reach the best value,
+    by index; the best value and the bound on it, in seconds or bytes. ``limits``: earlier goals and
+    their values; ``known``: solutions within these."""
     goals = {n: goal.of(formulations[n]) for n in candidates}
     rows: dict[int, list[Row]] = {n: [] for n in candidates}
     for n in candidates:
@@ -177,11 +229,14 @@ def minimise_over(
             continue
         cutoff = [of <= best / unit * (1 + SLACK)] if found else []
         start = None if cutoff else (known or {}).get(n)
-        answer = _minimise_staged(formulations[n], of, [*rows[n], *cutoff], goal, staged, fixed, start)
+        answer = _minimise_staged(
+            formulations[n], of, [*rows[n], *cutoff], goal, staged, fixed, start
+        )
         if answer is None:
             continue
         found[n] = answer
-        best = min(best, max(0.0, answer.value * unit))  # 0 may come as -1e-15, which its own limit would exclude
+        # 0 may come as -1e-15, which its own limit would exclude
+        best = min(best, max(0.0, answer.value * unit))
         least = min(least, answer.bound * unit)
     most = best * (1 + 2 * SLACK)  # HiGHS may violate the cutoff row by its tolerance
     good = {n: answer for n, answer in sorted(found.items()) if answer.value * goals[n][1] <= most}
@@ -197,10 +252,15 @@ def _minimise_staged(
     fixed: Mapping[int, float] | None,
     start: MilpResult | None,
 ) -> MilpResult | None:
-    """Minimises ``of``. ``staged``, for large programs: first with variants fixed, then over all variants from that start. The
-    fixed variants are the first ones if the relaxation is no worse with them, else those with the largest share in the relaxation,
-    else those of a solution within ROUGH_GAP."""
-    model, first, gap = formulation.model, formulation.variant_columns(formulation.first_choices), goal.gap
+    """Minimises ``of``. ``staged``, for large programs: first with variants fixed, then over all
+    variants from that start. The fixed variants are the first ones if the relaxation is no worse
+    with them, else those with the largest share in the relaxation, else those of a solution within
+    ROUGH_GAP."""
+    model, first, gap = (
+        formulation.model,
+        formulation.variant_columns(formulation.first_choices),
+        goal.gap,
+    )
     if start is None and staged and first:
         relaxed = model.minimise(of, rows, whole=False)
         if relaxed is None:

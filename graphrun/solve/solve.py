@@ -13,10 +13,11 @@ from graphrun.solve.pages import solved
 
 
 def solve(problem: Problem) -> Solution:
-    """The fastest plan within the budgets; among equally fast plans the one that moves fewest bytes, then the one with the lowest
-    peak.
+    """The fastest plan within the budgets; among equally fast plans the one that moves fewest
+    bytes, then the one with the lowest peak.
 
-    Deterministic: equal problems give plans that are equal byte for byte. Raises Infeasible, and PlanningInterrupted on Ctrl-C.
+    Deterministic: equal problems give plans that are equal byte for byte. Raises Infeasible, and
+    PlanningInterrupted on Ctrl-C.
     """
     infeasible = False
     with collecting() as candidates:
@@ -25,5 +26,7 @@ def solve(problem: Problem) -> Solution:
                 infeasible = True
                 raise refusal(problem)
         except KeyboardInterrupt:
-            raise PlanningInterrupted(partial(best_of, candidates, problem), infeasible=infeasible) from None
+            raise PlanningInterrupted(
+                partial(best_of, candidates, problem), infeasible=infeasible
+            ) from None
     return solution

@@ -1,4 +1,5 @@
-"""Whether the numbers of a problem fit each other: names are unique and known, there is one number per block group, blocks exist.
+"""Whether the numbers of a problem fit each other: names are unique and known, there is one number
+per block group, blocks exist.
 
 A problem from a dry run always does; one from a plan file may say anything.
 """
@@ -26,25 +27,46 @@ def incoherent(problem: Problem) -> Iterator[str]:
     yield from _odd_numbers("problem", problem)
     if problem.runs < 1:
         yield f"problem.runs is {problem.runs}"
-    names = [group.name for c in problem.components for of in (c, c.layers) if of is not None for group in of.groups]
-    names += [*(component.name for component in problem.components), *(value.name for value in problem.values)]
+    names = [
+        group.name
+        for c in problem.components
+        for of in (c, c.layers)
+        if of is not None
+        for group in of.groups
+    ]
+    names += [
+        *(component.name for component in problem.components),
+        *(value.name for value in problem.values),
+    ]
     names += [text for option in problem.options for text in (option.stage, option.name)]
     for name in (*names, *(phase.stage for phase in problem.phases)):
-        if printable(name) != name or set(name) & set('\n\t"\\'):  # it may be written into a script or a plan's text
+        if printable(name) != name or set(name) & set(
+            '\n\t"\\'
+        ):  # it may be written into a script or a plan's text
             yield f"{name!r} is no name"
     yield from _twice("components", [component.name for component in problem.components])
     yield from _twice("phases", [phase.name for phase in problem.phases])
     yield from _twice("values", [value.name for value in problem.values])
     yield from _twice("options", [f"{option.stage} {option.name}" for option in problem.options])
-    devices = ["device", "cpu", *(f"device{number}" for number in range(1, len(problem.helpers) + 1))]
+    devices = [
+        "device",
+        "cpu",
+        *(f"device{number}" for number in range(1, len(problem.helpers) + 1)),
+    ]
     for component in problem.components:
         yield from _component(component, devices)
     components = {component.name: component for component in problem.components}
     stages = {phase.stage for phase in problem.phases}
-    for phase in (*problem.phases, *(phase for option in problem.options for phase in option.phases)):
+    for phase in (
+        *problem.phases,
+        *(phase for option in problem.options for phase in option.phases),
+    ):
         yield from _phase(phase, components)
     for option in problem.options:
-        if any(phase.stage != option.stage for phase in option.phases) or option.stage not in stages:
+        if (
+            any(phase.stage != option.stage for phase in option.phases)
+            or option.stage not in stages
+        ):
             yield f"the option {option.name} of {option.stage} has phases of other stages, or there is no such stage"
     for pair in problem.precedence or ():
         if not stages.issuperset(pair):
@@ -62,12 +84,17 @@ def _hardware(hardware: Hardware) -> Iterator[str]:
             yield f"hardware.{name}_bytes_per_second is not positive"
     if not 1e-6 <= hardware.page_scale <= 1:
         yield f"hardware.page_scale is {hardware.page_scale}"
-    if not (hardware.flops_per_second > 0 and hardware.cpu_flops_per_second > 0 and 0 < hardware.bidirectional <= 1):
+    if not (
+        hardware.flops_per_second > 0
+        and hardware.cpu_flops_per_second > 0
+        and 0 < hardware.bidirectional <= 1
+    ):
         yield "a rate of the hardware is not positive"
 
 
 def _odd_numbers(where: str, of: Any) -> Iterator[str]:
-    """Numbers below ``of`` that are negative, not finite or too large. `Variant.block_seconds` may be negative."""
+    """Numbers below ``of`` that are negative, not finite or too large. `Variant.block_seconds` may
+    be negative."""
     if isinstance(of, tuple):
         for item in of:
             yield from _odd_numbers(where, item)
@@ -141,7 +168,9 @@ def _trace(phase: str, trace: PhaseTrace, components: dict[str, ComponentNumbers
         if call.component not in components or live - kept:
             yield f"{phase}: the trace of {call.component} is of no component, or does not release what it allocates"
             return
-        if len({*call.results}) < len(call.results) or any(once[key] != 1 or key in kept for key in call.results):
+        if len({*call.results}) < len(call.results) or any(
+            once[key] != 1 or key in kept for key in call.results
+        ):
             yield f"{phase}: the trace of {call.component} has results that it does not allocate once, or keeps"
             return
     for key, nbytes in (*trace.prelude, *trace.first, *trace.steady):
@@ -152,17 +181,24 @@ def _trace(phase: str, trace: PhaseTrace, components: dict[str, ComponentNumbers
 
 def _live_tensors(where: str, use: Use, component: ComponentNumbers) -> Iterator[str]:
     groups = enumerate(component.groups)
-    blocks = [(k, i) for k, group in groups if "" not in group.blocks for i in range(len(group.blocks))]
+    blocks = [
+        (k, i) for k, group in groups if "" not in group.blocks for i in range(len(group.blocks))
+    ]
     for of in use.live_tensors:
         users = [*of.users]
         if not users or users != sorted({*users}) or max(of.maker, *users) > len(blocks):
             yield f"{where}: live_tensors has one that block {of.maker} makes and blocks {users} get, of {len(blocks)} blocks"
-    if {n for of in use.live_tensors for n in (of.maker, *of.users)} - {0} != {*range(1, len(blocks) + 1)}:
+    if {n for of in use.live_tensors for n in (of.maker, *of.users)} - {0} != {
+        *range(1, len(blocks) + 1)
+    }:
         yield f"{where}: live_tensors are not of {len(blocks)} blocks"
     if rare := sorted({use.group_calls[k] for k, _ in blocks} - {use.calls}):
         yield f"{where}: live_tensors are of blocks that run in each of {use.calls} calls, and some run in {rare[0]}"
     known = {*blocks}
-    if use.order and [of for of in dict.fromkeys((k, i) for k, i, _ in use.order) if of in known] != blocks:
+    if (
+        use.order
+        and [of for of in dict.fromkeys((k, i) for k, i, _ in use.order) if of in known] != blocks
+    ):
         yield f"{where}: order has not the {len(blocks)} blocks of live_tensors in a row"
 
 
@@ -183,9 +219,14 @@ def _use(phase: str, use: Use, component: ComponentNumbers) -> Iterator[str]:
     if odd := sorted((k, i) for k, i in ran if not (0 <= k < len(counts) and 0 <= i < counts[k])):
         yield f"{where}: order has block {odd[0][1]} of group {odd[0][0]}, which does not exist"
         return
-    # Blocks of a component that is split into layers are streamed in this order; an order of blocks is that of one of the calls.
+    # Blocks of a component that is split into layers are streamed in this order; an order of blocks
+    # is that of one of the calls.
     layered = component.granularity == "layers" and bool(use.order)
-    streamed = [k for k, group in enumerate(component.groups) if layered and group.streamable and use.group_calls[k]]
+    streamed = [
+        k
+        for k, group in enumerate(component.groups)
+        if layered and group.streamable and use.group_calls[k]
+    ]
     needed = {(k, i) for k in streamed for i in range(counts[k])}
     if missing := sorted(needed - ran):
         k, index = missing[0]

@@ -1,14 +1,18 @@
-"""Replays a whole plan through a model of the device's allocator: weights, rings, values and activations together.
+"""Replays a whole plan through a model of the device's allocator: weights, rings, values and
+activations together.
 
-A card has to hold the pages that its allocator reserved. `simulate` adds bytes of tensors; here pages and fragmentation count too.
+A card has to hold the pages that its allocator reserved. `simulate` adds bytes of tensors; here
+pages and fragmentation count too.
 
     slot     load              first             steady
-             evict, trim       load, ring        load, ring          in the executor's order
-             load blocks       calls             calls               `PhaseTrace`: allocations and releases of the dry run
+             evict, trim       load, ring        load, ring          in the executor's order load
+             blocks       calls             calls               `PhaseTrace`: allocations and
+             releases of the dry run
     result   most bytes that the allocator has reserved in the slot
 
-Restored values are allocated before blocks, blocks before rings. Spilled values and rings are released at the slot's end. Nothing
-is returned to the device within a slot, so what is reserved at its end is its peak.
+Restored values are allocated before blocks, blocks before rings. Spilled values and rings are
+released at the slot's end. Nothing is returned to the device within a slot, so what is reserved at
+its end is its peak.
 """
 
 from __future__ import annotations
@@ -29,18 +33,20 @@ POOLS = (True, False)  # of the allocator: the small one, the large one
 
 
 def reserved_bytes(problem: Problem, plan: Plan, helper: int = 0) -> tuple[int, ...]:
-    """Most bytes reserved in each slot of ``plan``: those of the first run, then, in a session, those of a further run. On the
-    device, or on ``helper``, a number: that has its components' blocks and calls, with the arguments of each call, and no values.
+    """Most bytes reserved in each slot of ``plan``: those of the first run, then, in a session,
+    those of a further run. On the device, or on ``helper``, a number: that has its components'
+    blocks and calls, with the arguments of each call, and no values.
 
-    ``problem``: with the plan's choices applied; every phase has its `PhaseNumbers.trace`. A further run begins with the pages that
-    the run before it left. Raises KeyError for a plan that `check` refuses, and PlanError for more steps than the limit
-    ``replay_steps``.
+    ``problem``: with the plan's choices applied; every phase has its `PhaseNumbers.trace`. A
+    further run begins with the pages that the run before it left. Raises KeyError for a plan that
+    `check` refuses, and PlanError for more steps than the limit ``replay_steps``.
     """
     return _replayed(problem, plan, helper)[0]
 
 
 def limit_bytes(problem: Problem, plan: Plan, helper: int = 0) -> int:
-    """Return the least limit, in bytes, under which PyTorch's allocator refuses nothing of ``plan``.
+    """Return the least limit, in bytes, under which PyTorch's allocator refuses nothing of
+    ``plan``.
 
     To map pages for a request, it compares the limit with the reserved bytes and those of a native
     segment for the request, though fewer may be mapped (`alloc_block`). cuBLAS's workspace does not
@@ -69,7 +75,11 @@ class _Replay:
         self._problem, self._helper = problem, helper
         self._allocator = Caching(self._hardware.page_scale, self._hardware.capacity_bytes)
         self._own = {  # component -> its groups on this device
-            of.name: {k for k, group in enumerate(of.groups) if (of.variants[0].helper or group.helper) == helper}
+            of.name: {
+                k
+                for k, group in enumerate(of.groups)
+                if (of.variants[0].helper or group.helper) == helper
+            }
             for of in problem.components
             if of.variants[0].device != "cpu"
         }
@@ -78,14 +88,22 @@ class _Replay:
         self._components = {component.name: component for component in problem.components}
         self._storages = {value.name: value.storages for value in problem.values}
         self._nbytes = {value.name: value.nbytes for value in problem.values}
-        self._blocks: dict[tuple[str, int, int], int] = {}  # component, group, index -> the allocator's key
+        self._blocks: dict[
+            tuple[str, int, int], int
+        ] = {}  # component, group, index -> the allocator's key
         self._live: dict[int, int] = {}  # key of the recording -> the allocator's key
-        self._bytes: dict[int, int] = {}  # the allocator's key -> bytes, of tensors that are no weights
+        self._bytes: dict[
+            int, int
+        ] = {}  # the allocator's key -> bytes, of tensors that are no weights
         self._kept: dict[tuple[int, int], int] = {}  # (kind of call, key) -> the allocator's key
         self._spilled: dict[str, int] = {}  # value -> bytes
         self._filler: int | None = None
-        self._events_in: dict[int, tuple[tuple[Item, ...], ...]] = {}  # id of a call's trace -> its events in each pool
-        self._restored: dict[tuple[int, Hashable], dict[int, tuple[int, tuple[int, ...]]]] = {}  # (id of events, state of a pool
+        self._events_in: dict[
+            int, tuple[tuple[Item, ...], ...]
+        ] = {}  # id of a call's trace -> its events in each pool
+        self._restored: dict[
+            tuple[int, Hashable], dict[int, tuple[int, tuple[int, ...]]]
+        ] = {}  # (id of events, state of a pool
         # that they leave as it was) -> key of each result -> its bytes, and its place
         self._workspace: int | None = None  # the allocator's key of cuBLAS's workspace
         self._workspace_bytes = 0  # of it, if a call has allocated it since the last trim
@@ -99,7 +117,9 @@ class _Replay:
         if slot.phase != self._phase:
             self._begin_phase(slot.phase)
         for action in slot.actions:
-            for block in self._named(action.component, action.blocks) if isinstance(action, Evict) else ():
+            for block in (
+                self._named(action.component, action.blocks) if isinstance(action, Evict) else ()
+            ):
                 self._allocator.release(self._blocks.pop(block))
         if slot.part == "load":
             self._trim()
@@ -110,7 +130,9 @@ class _Replay:
         for action in slot.actions:
             if isinstance(action, Load):
                 self.load(action.component, action.blocks)
-        streams = (action for action in slot.actions if isinstance(action, Stream) and not self._helper)
+        streams = (
+            action for action in slot.actions if isinstance(action, Stream) and not self._helper
+        )
         rings = [self._allocate(action.ring_bytes) for action in streams]
         if slot.part in ("first", "steady"):
             trace = self._phases[slot.phase][1].trace
@@ -129,7 +151,9 @@ class _Replay:
     def load(self, component: str, blocks: Blocks) -> None:
         """Allocates those of ``blocks`` that are for this device."""
         sizes = self._components[component].variants[0].block_bytes
-        self._blocks |= {block: self._allocate(sizes[block[1]]) for block in self._named(component, blocks)}
+        self._blocks |= {
+            block: self._allocate(sizes[block[1]]) for block in self._named(component, blocks)
+        }
 
     def end_run(self) -> None:
         """All tensors that are no weights are gone, and empty pages are returned."""
@@ -141,11 +165,14 @@ class _Replay:
         self._trim()
 
     def _begin_phase(self, name: str | None) -> None:
-        """Releases what the phase before kept. Allocates what ``name`` finds at its entry and the recording does not have, because
-        stages before it are not run: one tensor of that size stands for all."""
+        """Releases what the phase before kept. Allocates what ``name`` finds at its entry and the
+        recording does not have, because stages before it are not run: one tensor of that size
+        stands for all."""
         self._phase = name
         uses = self._phases[name][1].uses if name in self._phases else ()
-        arguments = {use.component: arguments_bytes(use, self._components[use.component]) for use in uses}
+        arguments = {
+            use.component: arguments_bytes(use, self._components[use.component]) for use in uses
+        }
         self._arguments = {of: nbytes.get(self._helper, 0) for of, nbytes in arguments.items()}
         for key in (*self._kept.values(), *(() if self._filler is None else (self._filler,))):
             self._release(key)
@@ -155,12 +182,18 @@ class _Replay:
             number, phase = self._phases[name]
             trace = phase.trace
             self._items(trace.prelude, trace.calls)
-            expected = self._problem.value_bytes(number) - sum(self._spilled.values()) + phase.live_in_bytes
+            expected = (
+                self._problem.value_bytes(number)
+                - sum(self._spilled.values())
+                + phase.live_in_bytes
+            )
             missing = expected - sum(self._bytes[key] for key in self._live.values())
             self._filler = self._allocate(missing) if missing > 0 and not self._helper else None
 
     def _items(self, items: Iterable[Item], calls: tuple[CallTrace, ...]) -> None:
-        results = dict[int, deque[int]]()  # of the last call, that nothing has taken over yet, by their bytes
+        results = dict[
+            int, deque[int]
+        ]()  # of the last call, that nothing has taken over yet, by their bytes
         for key, nbytes in items:
             if nbytes > 0 and results.get(nbytes):
                 self._live[key] = results[nbytes].popleft()
@@ -185,7 +218,11 @@ class _Replay:
         """The allocator's keys of the call's results; of one on a helper, they are gone."""
         if call.component not in self._own:
             return []
-        arguments = self._allocate(nbytes) if self._helper and (nbytes := self._arguments[call.component]) else None
+        arguments = (
+            self._allocate(nbytes)
+            if self._helper and (nbytes := self._arguments[call.component])
+            else None
+        )
         results = self._events(number, call)
         if arguments is not None:
             self._release(arguments)
@@ -201,7 +238,9 @@ class _Replay:
         if id(call) not in self._events_in:
             sizes = {key: nbytes for key, nbytes in call.events if nbytes}
             small = {key for key, nbytes in sizes.items() if self._allocator.is_small(nbytes)}
-            self._events_in[id(call)] = tuple(tuple(item for item in call.events if (item[0] in small) is of) for of in POOLS)
+            self._events_in[id(call)] = tuple(
+                tuple(item for item in call.events if (item[0] in small) is of) for of in POOLS
+            )
         results = dict[int, int]()
         for of, events in zip(POOLS, self._events_in[id(call)], strict=True):
             results |= self._released_events(events, of, call.results)
@@ -221,15 +260,19 @@ class _Replay:
         self._kept |= {(number, key): kept for key, kept in own.items()}
         return results
 
-    def _released_events(self, events: tuple[Item, ...], small: bool, results: tuple[int, ...]) -> dict[int, int]:
-        """Events in one pool of a call that keeps nothing, but for those of its ``results`` that lie there: the allocator's keys of
-        these are returned. Where the pool was the same before an earlier call, and as before behind it, only its results are
-        placed."""
+    def _released_events(
+        self, events: tuple[Item, ...], small: bool, results: tuple[int, ...]
+    ) -> dict[int, int]:
+        """Events in one pool of a call that keeps nothing, but for those of its ``results`` that
+        lie there: the allocator's keys of these are returned. Where the pool was the same before an
+        earlier call, and as before behind it, only its results are placed."""
         self._count(1 + len(self._bytes) - len(self._blocks))  # ranges that the state may have
         before = id(events), self._allocator.state(small)
         if (found := self._restored.get(before)) is None:
             live = self._replayed_events(events, small, results)
-            found = {key: (self._bytes[own], self._allocator.place(own)) for key, own in live.items()}
+            found = {
+                key: (self._bytes[own], self._allocator.place(own)) for key, own in live.items()
+            }
             for own in live.values():
                 self._release(own)
             if before[1] == self._allocator.state(small):
@@ -242,9 +285,12 @@ class _Replay:
             self._allocator.allocate_at(self._last_key, small, place)
         return placed
 
-    def _replayed_events(self, events: tuple[Item, ...], small: bool, results: tuple[int, ...]) -> dict[int, int]:
-        """Replays ``events`` but for releases of ``results``. Of what repeats, only as much is replayed as it takes until the pool
-        and the tensors in it are again as before an earlier repetition: the others do the same."""
+    def _replayed_events(
+        self, events: tuple[Item, ...], small: bool, results: tuple[int, ...]
+    ) -> dict[int, int]:
+        """Replays ``events`` but for releases of ``results``. Of what repeats, only as much is
+        replayed as it takes until the pool and the tensors in it are again as before an earlier
+        repetition: the others do the same."""
         numbers, repeats = repeats_in(events)
         staying = {*results}
         live = dict[int, int]()  # number of the event that allocated -> the allocator's key
@@ -265,8 +311,17 @@ class _Replay:
             while done < repeat.end:
                 begun = done - repeat.begin
                 self._count(len(live))
-                places = {(of >= repeat.begin, of - begun * (of >= repeat.begin), self._allocator.place(live[of])) for of in live}
-                since = done - seen.setdefault((self._allocator.state(small), frozenset(places)), done)
+                places = {
+                    (
+                        of >= repeat.begin,
+                        of - begun * (of >= repeat.begin),
+                        self._allocator.place(live[of]),
+                    )
+                    for of in live
+                }
+                since = done - seen.setdefault(
+                    (self._allocator.state(small), frozenset(places)), done
+                )
                 if since and (skipped := (repeat.end - done) // since * since):
                     live = {of + skipped * (of >= repeat.begin): key for of, key in live.items()}
                     done += skipped
@@ -316,6 +371,15 @@ class _Replay:
     def _named(self, component: str, blocks: Blocks) -> Iterator[tuple[str, int, int]]:
         groups = self._components[component].groups
         number_of = {group.name: k for k, group in enumerate(groups)}
-        named = [(group.name, range(len(group.blocks))) for group in groups] if blocks is None else blocks
+        named = (
+            [(group.name, range(len(group.blocks))) for group in groups]
+            if blocks is None
+            else blocks
+        )
         own = self._own.get(component, set())
-        return ((component, number_of[name], i) for name, indices in named for i in indices if number_of[name] in own)
+        return (
+            (component, number_of[name], i)
+            for name, indices in named
+            for i in indices
+            if number_of[name] in own
+        )

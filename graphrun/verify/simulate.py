@@ -1,41 +1,45 @@
-"""Simulates a plan: bytes and seconds per slot and per block. The only source of a plan's peak and time.
+"""Simulates a plan: bytes and seconds per slot and per block. The only source of a plan's peak and
+time.
 
-Works on the problem with the plan's choices applied (`apply_choices`). Three channels run concurrently, each one block after
-another; a barrier ends every slot. Bytes on the device: weights resident or loaded by the slot, rings, activation, values and
-live-in bytes; the highest sum of a slot is its peak. A helper has a copy channel of its own; its loads are issued in the order of
-all. The compute channel is shared, since one device at a time computes; a call on a helper, and each block there of one that is
-split, begins and ends with what crosses to it and back.
+Works on the problem with the plan's choices applied (`apply_choices`). Three channels run
+concurrently, each one block after another; a barrier ends every slot. Bytes on the device: weights
+resident or loaded by the slot, rings, activation, values and live-in bytes; the highest sum of a
+slot is its peak. A helper has a copy channel of its own; its loads are issued in the order of all.
+The compute channel is shared, since one device at a time computes; a call on a helper, and each
+block there of one that is split, begins and ends with what crosses to it and back.
 
 Copy channel and compute (`Timeline`):
 
-    copy     |d3 |s8 |s9 |f |s1 |  |s2 |  |s8 |f            s  streamed: waits for compute with the blocks it overwrites
-    compute      |  d3  |  s8   |  s9  |  s1   |  s2  |     d  loaded by the slot that computes with it
+    copy     |d3 |s8 |s9 |f |s1 |  |s2 |  |s8 |f            s  streamed: waits for compute with the
+    blocks it overwrites compute      |  d3  |  s8   |  s9  |  s1   |  s2  |     d  loaded by the
+    slot that computes with it
              ^ start                                        f  prefetch: loaded for a later slot
 
-Streamed blocks, and blocks that the slot loads for itself, are copied in call order, across calls. A prefetch is copied when the
-ring is full, in proportion to the streamed bytes, and only once it is in RAM; from a backing store on disk, the next block is
-read meanwhile. The executor uses the same rule, since it cannot know how long copies take. Remaining prefetches come last, those
-whose backing store is read in the same slot after the others. Prefetches from pageable memory are the last: the host waits for
-their copies, and has then queued all of the slot's compute. For the same reason a block is copied from pageable memory when the
-host has queued what comes before it. A block's compute waits for its copy; on the CPU, for its read in
-the same slot.
+Streamed blocks, and blocks that the slot loads for itself, are copied in call order, across calls.
+A prefetch is copied when the ring is full, in proportion to the streamed bytes, and only once it is
+in RAM; from a backing store on disk, the next block is read meanwhile. The executor uses the same
+rule, since it cannot know how long copies take. Remaining prefetches come last, those whose backing
+store is read in the same slot after the others. Prefetches from pageable memory are the last: the
+host waits for their copies, and has then queued all of the slot's compute. For the same reason a
+block is copied from pageable memory when the host has queued what comes before it. A block's
+compute waits for its copy; on the CPU, for its read in the same slot.
 
-Disk channel (`DiskChannel`), with reads into backing stores (r) and fetches for copies from backing stores on disk (d, s). Memory
-is page-locked while it is filled, and copied from when both are done:
+Disk channel (`DiskChannel`), with reads into backing stores (r) and fetches for copies from backing
+stores on disk (d, s). Memory is page-locked while it is filled, and copied from when both are done:
 
-    disk   |d3  |d8  |r a|s1  |r b|r b|      one after another
-    copy        |d3  |d8    |s1  |           a block's copy waits for its own fetch, or for its own read
+    disk   |d3  |d8  |r a|s1  |r b|r b|      one after another copy        |d3  |d8    |s1  |
+    a block's copy waits for its own fetch, or for its own read
 
-A fetched block occupies its component's bounce buffer until it is copied; a fetch waits for room there. Reads into backing stores
-take place when a bounce buffer is full, in proportion to the fetched bytes, as a prefetch does beside streamed blocks; those that
-a copy or a computation waits for are done at once, and the others last.
+A fetched block occupies its component's bounce buffer until it is copied; a fetch waits for room
+there. Reads into backing stores take place when a bounce buffer is full, in proportion to the
+fetched bytes, as a prefetch does beside streamed blocks; those that a copy or a computation waits
+for are done at once, and the others last.
 
 RAM (`HostMemory`), in bytes per slot:
 
-    slot      0       1       2       3
-    te        ####    ####    drop                  read before the run
-    dit                T###   ####    ####          T  transient bytes while the backing store is read
-    embeds                    ####    ####          spilled in 2, restored in 3
+    slot      0       1       2       3 te        ####    ####    drop                  read before
+    the run dit                T###   ####    ####          T  transient bytes while the backing
+    store is read embeds                    ####    ####          spilled in 2, restored in 3
 """
 
 from __future__ import annotations
@@ -49,8 +53,27 @@ from typing import Literal, NamedTuple
 
 from graphrun.errors import PlanError
 from graphrun.model.choices import apply_choices, reorder
-from graphrun.model.plan import Blocks, Drop, Evict, Load, Plan, Read, Restore, Run, Slot, Spill, Stream
-from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Problem, Use, Variant
+from graphrun.model.plan import (
+    Blocks,
+    Drop,
+    Evict,
+    Load,
+    Plan,
+    Read,
+    Restore,
+    Run,
+    Slot,
+    Spill,
+    Stream,
+)
+from graphrun.model.problem import (
+    ALLOCATION_BYTES,
+    ComponentNumbers,
+    PhaseNumbers,
+    Problem,
+    Use,
+    Variant,
+)
 from graphrun.model.ring import Ring
 from graphrun.model.simulation import Moment, Simulation, SlotReport
 from graphrun.model.splits import crossings
@@ -62,8 +85,8 @@ Key = tuple[str, int, int]  # component, block group, block within the group
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A block: ``nbytes`` on the device, ``seconds`` to copy it there; ``disk_seconds`` to read its ``read_bytes`` from disk,
-    into its backing store or for its copy."""
+    """A block: ``nbytes`` on the device, ``seconds`` to copy it there; ``disk_seconds`` to read its
+    ``read_bytes`` from disk, into its backing store or for its copy."""
 
     nbytes: int
     seconds: float
@@ -74,9 +97,10 @@ class Size:
 class DiskChannel:
     """Reads from disk in one slot, from ``start_seconds`` on.
 
-    ``reads``: blocks to read into backing stores, in order. ``bounce_bytes``: size of the bounce buffer of each component whose
-    backing store is on disk. ``fetch_bytes``: bytes that the slot will fetch for copies. ``locked_seconds``: component -> when the
-    memory that it is read into is page-locked; copies wait for that, and reads do not. ``spans``: (``read`` or ``fetch``, block,
+    ``reads``: blocks to read into backing stores, in order. ``bounce_bytes``: size of the bounce
+    buffer of each component whose backing store is on disk. ``fetch_bytes``: bytes that the slot
+    will fetch for copies. ``locked_seconds``: component -> when the memory that it is read into is
+    page-locked; copies wait for that, and reads do not. ``spans``: (``read`` or ``fetch``, block,
     start, end).
     """
 
@@ -94,11 +118,15 @@ class DiskChannel:
         self._sizes, self._locked = sizes, locked_seconds
         self._reads = list(reversed(list(reads)))  # still to do; the next one is last
         self._read_components = {key[0] for key in self._reads}
-        self._all_read_bytes, self._all_fetch_bytes = sum(sizes[key].nbytes for key in self._reads), fetch_bytes
+        self._all_read_bytes, self._all_fetch_bytes = (
+            sum(sizes[key].nbytes for key in self._reads),
+            fetch_bytes,
+        )
         self._read_bytes = self._fetched_bytes = 0
         self._read_end: dict[Key, float] = {}
         self._bounce_rings = {name: Ring(nbytes) for name, nbytes in bounce_bytes.items()}
-        self._copy_ends: dict[str, list[float]] = {name: [] for name in bounce_bytes}  # of each fetched block
+        # of each fetched block
+        self._copy_ends: dict[str, list[float]] = {name: [] for name in bounce_bytes}
         self._fetch_ends: dict[Key, float] = {}  # of fetches started ahead of their copies
         if not fetch_bytes:
             self.finish()
@@ -109,15 +137,16 @@ class DiskChannel:
         return max(self.free_seconds, *self._locked.values(), self._start)
 
     def in_ram(self, key: Key) -> float:
-        """When the block is in RAM for a copy: the end of its fetch (one per copy), or of its read and of the page locking; the
-        slot's start without either."""
+        """When the block is in RAM for a copy: the end of its fetch (one per copy), or of its read
+        and of the page locking; the slot's start without either."""
         if key[0] not in self._bounce_rings:
             return max(self._read_until(key), self._locked.get(key[0], self._start))
         self.start_fetch(key)
         return self._fetch_ends.pop(key)
 
     def start_fetch(self, key: Key) -> None:
-        """Start the fetch for the block's next copy, unless it was started. No effect if its backing store is not on disk."""
+        """Start the fetch for the block's next copy, unless it was started. No effect if its
+        backing store is not on disk."""
         if key[0] in self._bounce_rings and key not in self._fetch_ends:
             self._fetch_ends[key] = self._fetch(key)
 
@@ -144,7 +173,8 @@ class DiskChannel:
             self._read_next()
 
     def _read_until(self, key: Key) -> float:
-        """The end of the block's read; the slot's start if its backing store is not read in this slot."""
+        """The end of the block's read; the slot's start if its backing store is not read in this
+        slot."""
         if key[0] not in self._read_components:
             return self._start
         while key not in self._read_end:
@@ -162,10 +192,16 @@ class DiskChannel:
         except ValueError as error:
             raise PlanError(f"the bounce buffer of {key[0]}: {error}") from error
         if released:
-            while self._reads and self._read_bytes * self._all_fetch_bytes <= self._fetched_bytes * self._all_read_bytes:
+            while (
+                self._reads
+                and self._read_bytes * self._all_fetch_bytes
+                <= self._fetched_bytes * self._all_read_bytes
+            ):
                 self._read_next()
         self._fetched_bytes += self._sizes[key].nbytes
-        return self._occupy("fetch", key, self._copy_ends[key[0]][released[-1]] if released else self._start)
+        return self._occupy(
+            "fetch", key, self._copy_ends[key[0]][released[-1]] if released else self._start
+        )
 
     def _occupy(self, kind: str, key: Key, ready: float) -> float:
         start = max(self.free_seconds, ready)
@@ -178,8 +214,8 @@ Source = Literal["resident", "load", "stream", "host"]
 
 
 class Work(NamedTuple):
-    """Compute of one block in call number ``call`` of its component. ``source``: how the block gets to the device; ``host``: not at
-    all, since the component computes on the CPU."""
+    """Compute of one block in call number ``call`` of its component. ``source``: how the block gets
+    to the device; ``host``: not at all, since the component computes on the CPU."""
 
     key: Key
     seconds: float
@@ -188,7 +224,8 @@ class Work(NamedTuple):
 
 
 class Span(NamedTuple):
-    """An interval of time: ``load`` or ``stream`` of a block, or ``run`` of a call, whose first block is ``key``."""
+    """An interval of time: ``load`` or ``stream`` of a block, or ``run`` of a call, whose first
+    block is ``key``."""
 
     kind: str
     key: Key
@@ -200,11 +237,12 @@ class Span(NamedTuple):
 class Timeline:
     """Copies and compute of one slot, from ``start_seconds`` on.
 
-    ``works``: all compute in order. ``prefetch``: blocks loaded for later slots, in order. ``ring_bytes``: per streamed
-    component. ``copies_from_seconds``: when copies may begin, after spills and restores. ``pageable``: components whose backing
-    stores are pageable. ``helpers``: number of the helper of each (component, block group) that computes on one; ``crossings``: by
-    component that computes there, seconds in which what a call needs gets there, and its results back; and its calls. ``hops``: the
-    same seconds of each block on a helper.
+    ``works``: all compute in order. ``prefetch``: blocks loaded for later slots, in order.
+    ``ring_bytes``: per streamed component. ``copies_from_seconds``: when copies may begin, after
+    spills and restores. ``pageable``: components whose backing stores are pageable. ``helpers``:
+    number of the helper of each (component, block group) that computes on one; ``crossings``: by
+    component that computes there, seconds in which what a call needs gets there, and its results
+    back; and its calls. ``hops``: the same seconds of each block on a helper.
     """
 
     def __init__(
@@ -227,20 +265,30 @@ class Timeline:
         self._compute_free = self._start = start_seconds  # when the compute channel is free
         self._helpers, self._crossings, self._hops = helpers, crossings, hops
         # when the copy channel of the device, and that of each helper, is free
-        self._copy_frees = {0: copies_from_seconds, **dict.fromkeys(helpers.values(), start_seconds)}
-        self._prefetch = sorted(prefetch, key=lambda key: (key[0] in pageable, disk.reads(key[0])))[::-1]
+        self._copy_frees = {
+            0: copies_from_seconds,
+            **dict.fromkeys(helpers.values(), start_seconds),
+        }
+        self._prefetch = sorted(prefetch, key=lambda key: (key[0] in pageable, disk.reads(key[0])))[
+            ::-1
+        ]
         self._pageable = pageable
         self._prefetch_bytes = sum(sizes[key].nbytes for key in self._prefetch)
-        self._stream_bytes = sum(sizes[work.key].nbytes for work in works if work.source == "stream")
+        self._stream_bytes = sum(
+            sizes[work.key].nbytes for work in works if work.source == "stream"
+        )
         self._prefetched_bytes = self._streamed_bytes = 0
         self._load_ends: dict[Key, float] = {}
         self._rings = {name: Ring(nbytes) for name, nbytes in ring_bytes.items()}
-        self._compute_ends: dict[str, list[float]] = {name: [] for name in ring_bytes}  # of each placed block
+        # of each placed block
+        self._compute_ends: dict[str, list[float]] = {name: [] for name in ring_bytes}
         streamed = [work for work in works if work.source == "stream"]
-        sizes_of = {name: list[int]() for name in ring_bytes}  # of the streamed blocks of each component, in order
+        # of the streamed blocks of each component, in order
+        sizes_of = {name: list[int]() for name in ring_bytes}
         for work in streamed:
             sizes_of[work.key[0]].append(sizes[work.key].nbytes)
-        self._following = {name: iter(of[1:]) for name, of in sizes_of.items()}  # bytes of the block behind each one
+        # bytes of the block behind each one
+        self._following = {name: iter(of[1:]) for name, of in sizes_of.items()}
         for (name, call), of in groupby(works, key=lambda work: (work.key[0], work.call)):
             self._call(name, call, list(of))
         ran = Counter(name for name, _ in self.calls)
@@ -282,10 +330,16 @@ class Timeline:
 
     def _stream(self, key: Key) -> float:
         try:
-            ring_slot = self._rings[key[0]].place(self._sizes[key].nbytes, next(self._following[key[0]], 0))
+            ring_slot = self._rings[key[0]].place(
+                self._sizes[key].nbytes, next(self._following[key[0]], 0)
+            )
         except ValueError as error:
             raise PlanError(f"stream {key[0]}: {error}") from error
-        ready = self._compute_ends[key[0]][ring_slot.released[-1]] if ring_slot.released else self._start
+        ready = (
+            self._compute_ends[key[0]][ring_slot.released[-1]]
+            if ring_slot.released
+            else self._start
+        )
         if ring_slot.released:
             self._issue_due_prefetch(self._copy_frees[0])
             self._issue_due_prefetch(max(self._copy_frees[0], ready))
@@ -293,11 +347,19 @@ class Timeline:
         return self._copy("stream", key, max(ready, self._disk.in_ram(key)))
 
     def _issue_due_prefetch(self, at_seconds: float) -> None:
-        """Issue prefetches in proportion to the streamed bytes, up to the first block that is not in RAM at that time."""
+        """Issue prefetches in proportion to the streamed bytes, up to the first block that is not
+        in RAM at that time."""
         while self._prefetch:
             self._disk.start_fetch(self._prefetch[-1])
-            due = self._prefetched_bytes * self._stream_bytes <= self._streamed_bytes * self._prefetch_bytes
-            if not due or self._prefetch[-1][0] in self._pageable or not self._disk.is_in_ram(self._prefetch[-1], at_seconds):
+            due = (
+                self._prefetched_bytes * self._stream_bytes
+                <= self._streamed_bytes * self._prefetch_bytes
+            )
+            if (
+                not due
+                or self._prefetch[-1][0] in self._pageable
+                or not self._disk.is_in_ram(self._prefetch[-1], at_seconds)
+            ):
                 break
             self._issue_prefetch(at_seconds)
 
@@ -316,15 +378,22 @@ class Timeline:
 
 
 class HostMemory:
-    """RAM in use, at first that before the run. ``reordered``: problem with order and options applied; ``applied``: all choices."""
+    """RAM in use, at first that before the run. ``reordered``: problem with order and options
+    applied; ``applied``: all choices."""
 
     def __init__(self, applied: Problem, reordered: Problem) -> None:
         self._variants = {component.name: component.variants[0] for component in applied.components}
         self._values = {value.name: value.nbytes for value in applied.values}
         used = {use.component for phase in applied.phases for use in phase.uses}
-        self._held = {name for name, variant in self._variants.items() if name in used and _in_ram_before_run(variant)}
+        self._held = {
+            name
+            for name, variant in self._variants.items()
+            if name in used and _in_ram_before_run(variant)
+        }
         self._spilled: set[str] = set()
-        self._on_cpu = {phase.name: phase for phase in reordered.phases if self._computes_on_cpu(phase)}
+        self._on_cpu = {
+            phase.name: phase for phase in reordered.phases if self._computes_on_cpu(phase)
+        }
 
     def slot(self, slot: Slot) -> tuple[int, int]:
         """Apply the slot's actions. Returns its peak bytes in RAM and its page-locked bytes."""
@@ -343,12 +412,15 @@ class HostMemory:
         return nbytes, sum(self._variants[name].locked_bytes for name in self._held)
 
     def spilled_bytes(self, slot: Slot) -> int:
-        """Bytes of values that are on the host only throughout ``slot``. To be called before `slot`."""
+        """Bytes of values that are on the host only throughout ``slot``. To be called before
+        `slot`."""
         restored = {action.value for action in slot.actions if isinstance(action, Restore)}
         return sum(self._values[name] for name in self._spilled - restored)
 
     def _computes_on_cpu(self, phase: PhaseNumbers) -> bool:
-        return bool(phase.uses) and all(self._variants[use.component].device == "cpu" for use in phase.uses)
+        return bool(phase.uses) and all(
+            self._variants[use.component].device == "cpu" for use in phase.uses
+        )
 
 
 def _in_ram_before_run(variant: Variant) -> bool:
@@ -358,21 +430,36 @@ def _in_ram_before_run(variant: Variant) -> bool:
 def simulate(problem: Problem, plan: Plan) -> Simulation:
     """Bytes and seconds of ``plan``, which should be valid by `check`.
 
-    Raises PlanError if the plan cannot be executed at all: a needed block is not available or does not fit its ring, a name is
-    unknown, or the problem does not have or allow a choice.
+    Raises PlanError if the plan cannot be executed at all: a needed block is not available or does
+    not fit its ring, a name is unknown, or the problem does not have or allow a choice.
     """
     applied = apply_choices(problem, plan)
-    state = _State(applied, HostMemory(applied, reorder(problem, plan.order, dict(plan.options))), plan.finds)
+    state = _State(
+        applied, HostMemory(applied, reorder(problem, plan.order, dict(plan.options))), plan.finds
+    )
     first = tuple(state.slot(index, slot) for index, slot in enumerate(plan.slots))
     seconds = state.now
-    again = tuple(state.slot(index, slot) for index, slot in enumerate(plan.again, start=len(plan.slots)))
-    return Simulation(applied, tuple(state.moments), first, tuple(state.events), seconds, again, state.now - seconds)
+    again = tuple(
+        state.slot(index, slot) for index, slot in enumerate(plan.again, start=len(plan.slots))
+    )
+    return Simulation(
+        applied,
+        tuple(state.moments),
+        first,
+        tuple(state.events),
+        seconds,
+        again,
+        state.now - seconds,
+    )
 
 
 class _State:
-    """State of the simulation: blocks on the device (at first ``finds``), host memory, time. `slot` advances it by one slot."""
+    """State of the simulation: blocks on the device (at first ``finds``), host memory, time. `slot`
+    advances it by one slot."""
 
-    def __init__(self, problem: Problem, host: HostMemory, finds: Iterable[tuple[str, Blocks]]) -> None:
+    def __init__(
+        self, problem: Problem, host: HostMemory, finds: Iterable[tuple[str, Blocks]]
+    ) -> None:
         self.problem, self.host = problem, host
         self.components = {component.name: component for component in problem.components}
         self.phases = {phase.name: (index, phase) for index, phase in enumerate(problem.phases)}
@@ -384,8 +471,12 @@ class _State:
             held = variant.read_bytes or variant.block_bytes
             for key in self._keys(component.name, None):
                 k = key[1]
-                self.sizes[key] = Size(variant.block_bytes[k], variant.load_seconds[k], read[k], held[k])
-        self.pageable = {of.name for of in problem.components if of.variants[0].backing_store == "pageable"}
+                self.sizes[key] = Size(
+                    variant.block_bytes[k], variant.load_seconds[k], read[k], held[k]
+                )
+        self.pageable = {
+            of.name for of in problem.components if of.variants[0].backing_store == "pageable"
+        }
         self.helpers = {
             (of.name, k): helper
             for of in problem.components
@@ -399,10 +490,27 @@ class _State:
 
     def slot(self, index: int, slot: Slot) -> SlotReport:
         start = self.now
-        keys = [self._keys(a.component, a.blocks) if isinstance(a, Load | Evict) else [] for a in slot.actions]
-        evicted = [key for action, of in zip(slot.actions, keys, strict=True) if isinstance(action, Evict) for key in of]
-        loads = [key for action, of in zip(slot.actions, keys, strict=True) if isinstance(action, Load) for key in of]
-        rings = {action.component: action.ring_bytes for action in slot.actions if isinstance(action, Stream)}
+        keys = [
+            self._keys(a.component, a.blocks) if isinstance(a, Load | Evict) else []
+            for a in slot.actions
+        ]
+        evicted = [
+            key
+            for action, of in zip(slot.actions, keys, strict=True)
+            if isinstance(action, Evict)
+            for key in of
+        ]
+        loads = [
+            key
+            for action, of in zip(slot.actions, keys, strict=True)
+            if isinstance(action, Load)
+            for key in of
+        ]
+        rings = {
+            action.component: action.ring_bytes
+            for action in slot.actions
+            if isinstance(action, Stream)
+        }
         value_copies, copies_from = self._value_copies(index, slot)
         self.resident -= set(evicted)
         works, activation, values = self._works(index, slot, set(loads), rings)
@@ -410,7 +518,19 @@ class _State:
         disk = self._disk(slot, [*loads, *(work.key for work in works if work.source == "stream")])
         later = (key for key in loads if key not in used)
         crossings, hops = self._crossings(slot)
-        line = Timeline(start, works, later, self.sizes, rings, disk, copies_from, self.pageable, self.helpers, crossings, hops)
+        line = Timeline(
+            start,
+            works,
+            later,
+            self.sizes,
+            rings,
+            disk,
+            copies_from,
+            self.pageable,
+            self.helpers,
+            crossings,
+            hops,
+        )
         self.now = line.end_seconds
         held = self._device_bytes(self.resident | set(loads))
         ring = sum(round_up(nbytes, ALLOCATION_BYTES) for nbytes in rings.values())
@@ -423,26 +543,43 @@ class _State:
             ring_bytes=ring,
             activation_bytes=activation,
             values_bytes=values,
-            streamed_bytes=sum(self.sizes[work.key].nbytes for work in works if work.source == "stream"),
+            streamed_bytes=sum(
+                self.sizes[work.key].nbytes for work in works if work.source == "stream"
+            ),
             loaded_bytes=sum(self.sizes[key].nbytes for key in loads),
             seconds=self.now - start,
             compute_seconds=sum(work.seconds for work in works),
-            restored_bytes=sum(event.nbytes for event in value_copies.values() if event.kind == "restore"),
+            restored_bytes=sum(
+                event.nbytes for event in value_copies.values() if event.kind == "restore"
+            ),
             host_bytes=host,
             pinned_bytes=pinned,
             disk_bytes_read=sum(self.sizes[key].read_bytes for _, key, _, _ in disk.spans),
             helper_peaks=self._helper_peaks(slot, self.resident | set(loads)),
         )
         self.events += [self._event(index, Span("evict", key, 0, start, start)) for key in evicted]
-        spans = (*(Span(kind, key, 0, begin, end) for kind, key, begin, end in disk.spans), *line.copies, *line.calls.values())
+        spans = (
+            *(Span(kind, key, 0, begin, end) for kind, key, begin, end in disk.spans),
+            *line.copies,
+            *line.calls.values(),
+        )
         timed = [*value_copies.values(), *(self._event(index, span) for span in spans)]
         self.events += sorted(timed, key=lambda event: event.start_seconds)
-        self._add_moments(index, slot, keys, values + self._device_bytes((*self.resident, *evicted)), activation, timed, start)
+        self._add_moments(
+            index,
+            slot,
+            keys,
+            values + self._device_bytes((*self.resident, *evicted)),
+            activation,
+            timed,
+            start,
+        )
         self.resident |= set(loads)
         return report
 
     def _value_copies(self, index: int, slot: Slot) -> tuple[dict[int, Event], float]:
-        """Spills and restores by action number, one after another from the slot's start; and the end of the last one."""
+        """Spills and restores by action number, one after another from the slot's start; and the
+        end of the last one."""
         found, now, hardware = dict[int, Event](), self.now, self.problem.hardware
         for number, action in enumerate(slot.actions):
             if isinstance(action, Spill | Restore):
@@ -450,24 +587,41 @@ class _State:
                     raise PlanError(f"slot {index}: the problem has no value {action.value!r}")
                 value, spill = self.values[action.value], isinstance(action, Spill)
                 end = now + value.copy_seconds(hardware, to_host=spill)
-                found[number] = Event("spill" if spill else "restore", "", index, action.value, value.nbytes, now, end)
+                found[number] = Event(
+                    "spill" if spill else "restore", "", index, action.value, value.nbytes, now, end
+                )
                 now = end
         return found, now
 
     def _disk(self, slot: Slot, copied: Iterable[Key]) -> DiskChannel:
-        """The slot's disk channel: reads of its `Read` actions, and fetches for copies from backing stores on disk."""
-        reads = [key for action in slot.actions if isinstance(action, Read) for key in self._keys(action.component, None)]
+        """The slot's disk channel: reads of its `Read` actions, and fetches for copies from backing
+        stores on disk."""
+        reads = [
+            key
+            for action in slot.actions
+            if isinstance(action, Read)
+            for key in self._keys(action.component, None)
+        ]
         variants = {name: component.variants[0] for name, component in self.components.items()}
-        bounce_bytes = {name: variant.host_bytes for name, variant in variants.items() if variant.backing_store == "disk"}
+        bounce_bytes = {
+            name: variant.host_bytes
+            for name, variant in variants.items()
+            if variant.backing_store == "disk"
+        }
         fetch_bytes = sum(self.sizes[key].nbytes for key in copied if key[0] in bounce_bytes)
         locked, now = dict[str, float](), self.now
         for name in dict.fromkeys(key[0] for key in reads):
             if variants[name].locked_bytes:
-                now = locked[name] = now + variants[name].locked_bytes * self.problem.hardware.page_lock_seconds
+                now = locked[name] = (
+                    now + variants[name].locked_bytes * self.problem.hardware.page_lock_seconds
+                )
         return DiskChannel(self.now, reads, self.sizes, bounce_bytes, fetch_bytes, locked)
 
-    def _works(self, index: int, slot: Slot, loads: set[Key], rings: dict[str, int]) -> tuple[list[Work], int, int]:
-        """All compute in order, the bytes of activation, and the bytes of values and live-in tensors."""
+    def _works(
+        self, index: int, slot: Slot, loads: set[Key], rings: dict[str, int]
+    ) -> tuple[list[Work], int, int]:
+        """All compute in order, the bytes of activation, and the bytes of values and live-in
+        tensors."""
         if slot.part == "end":
             return [], 0, 0
         if slot.phase not in self.phases:
@@ -477,10 +631,17 @@ class _State:
         for use in phase.uses:
             on_cpu = self._component(use.component).variants[0].device == "cpu"
             for key in self._keys(use.component, None):
-                here: Source = "resident" if key in self.resident else "load" if key in loads else "stream"
+                here: Source = (
+                    "resident" if key in self.resident else "load" if key in loads else "stream"
+                )
                 source_of[key] = "host" if on_cpu else here
-        works = [Work(key, seconds, call, source_of[key]) for key, seconds, call in self._blocks_in_order(phase, slot)]
-        if missing := next((w.key for w in works if w.source == "stream" and w.key[0] not in rings), None):
+        works = [
+            Work(key, seconds, call, source_of[key])
+            for key, seconds, call in self._blocks_in_order(phase, slot)
+        ]
+        if missing := next(
+            (w.key for w in works if w.source == "stream" and w.key[0] not in rings), None
+        ):
             raise PlanError(
                 f"slot {index}: {self._path(missing)} of {missing[0]} is needed, but neither resident, loaded nor streamed"
             )
@@ -489,7 +650,8 @@ class _State:
         return works, activation, values + phase.live_in_bytes
 
     def _blocks_in_order(self, phase: PhaseNumbers, slot: Slot) -> Iterator[tuple[Key, float, int]]:
-        """(block, seconds, call) in order: in each call all components in turn. A group runs in its first calls only."""
+        """(block, seconds, call) in order: in each call all components in turn. A group runs in its
+        first calls only."""
         for call in range(slot.calls):
             for use in phase.uses:
                 calls = use.group_calls_in(slot.part)
@@ -499,22 +661,38 @@ class _State:
 
     def _in_group_order(self, use: Use) -> list[tuple[int, int, float]]:
         groups = self._component(use.component).groups
-        return [(k, i, use.seconds[k]) for k, of in enumerate(groups) for i in range(len(of.blocks))]
+        return [
+            (k, i, use.seconds[k]) for k, of in enumerate(groups) for i in range(len(of.blocks))
+        ]
 
     def _add_moments(
-        self, index: int, slot: Slot, keys: list[list[Key]], held: int, activation: int, timed: list[Event], start: float
+        self,
+        index: int,
+        slot: Slot,
+        keys: list[list[Key]],
+        held: int,
+        activation: int,
+        timed: list[Event],
+        start: float,
     ) -> None:
         """Append one moment per action. ``held``: bytes on the device before the first action."""
-        moved = defaultdict[tuple[str, str, str], list[Event]](list)  # by kind, component and what was moved
+        # by kind, component and what was moved
+        moved = defaultdict[tuple[str, str, str], list[Event]](list)
         for event in timed:
             if event.kind in ("load", "read", "spill", "restore"):
-                moved[event.kind, event.component, "" if event.kind == "read" else event.detail].append(event)
+                moved[
+                    event.kind, event.component, "" if event.kind == "read" else event.detail
+                ].append(event)
         for number, (action, of) in enumerate(zip(slot.actions, keys, strict=True)):
             begin = end = start
             if isinstance(action, Evict):
                 held -= self._device_bytes(of)
             elif isinstance(action, Run | Stream):
-                held += activation if isinstance(action, Run) else round_up(action.ring_bytes, ALLOCATION_BYTES)
+                held += (
+                    activation
+                    if isinstance(action, Run)
+                    else round_up(action.ring_bytes, ALLOCATION_BYTES)
+                )
                 end = self.now
             elif not isinstance(action, Drop):
                 held += self._device_bytes(of)
@@ -523,9 +701,14 @@ class _State:
                 elif isinstance(action, Read):
                     keys_moved = [("read", action.component, "")]
                 else:
-                    keys_moved = [("spill" if isinstance(action, Spill) else "restore", "", action.value)]
+                    keys_moved = [
+                        ("spill" if isinstance(action, Spill) else "restore", "", action.value)
+                    ]
                 if own := [event for key in keys_moved for event in moved[key]]:
-                    begin, end = min(event.start_seconds for event in own), max(event.end_seconds for event in own)
+                    begin, end = (
+                        min(event.start_seconds for event in own),
+                        max(event.end_seconds for event in own),
+                    )
             self.moments.append(Moment(index, number, held, begin, end))
 
     def _component(self, name: str) -> ComponentNumbers:
@@ -539,10 +722,16 @@ class _State:
             return [(component, k, i) for k, of in enumerate(groups) for i in range(len(of.blocks))]
         index = {of.name: k for k, of in enumerate(groups)}
         for name, indices in blocks:
-            if name not in index or any(not 0 <= i < len(groups[index[name]].blocks) for i in indices):
+            if name not in index or any(
+                not 0 <= i < len(groups[index[name]].blocks) for i in indices
+            ):
                 layers = self._component(component).layers
                 by_layer = layers is not None and name in {of.name for of in layers.groups}
-                why = ": they are layers, and in this problem it is split into blocks; use `Solution.problem`" if by_layer else ""
+                why = (
+                    ": they are layers, and in this problem it is split into blocks; use `Solution.problem`"
+                    if by_layer
+                    else ""
+                )
                 raise PlanError(f"{component} has no blocks {name}{list(indices)}{why}")
         return [(component, index[name], i) for name, indices in blocks for i in indices]
 
@@ -556,18 +745,28 @@ class _State:
         working = [0] * len(self.problem.helpers)
         if slot.part in ("first", "steady"):
             working = [of[slot.part == "steady"] for of in self.phases[slot.phase][1].helper_bytes]
-        return tuple(self._device_bytes(keys, number) + more for number, more in enumerate(working, 1))
+        return tuple(
+            self._device_bytes(keys, number) + more for number, more in enumerate(working, 1)
+        )
 
-    def _crossings(self, slot: Slot) -> tuple[dict[str, tuple[float, float, int]], dict[Key, tuple[float, float]]]:
-        """For each component that the slot calls on a helper, seconds in which arguments and results of a call cross, and calls;
-        and for each block on a helper of one that is split, seconds in which what it gets and gives crosses."""
+    def _crossings(
+        self, slot: Slot
+    ) -> tuple[dict[str, tuple[float, float, int]], dict[Key, tuple[float, float]]]:
+        """For each component that the slot calls on a helper, seconds in which arguments and
+        results of a call cross, and calls; and for each block on a helper of one that is split,
+        seconds in which what it gets and gives crosses."""
         whole, hops = dict[str, tuple[float, float, int]](), dict[Key, tuple[float, float]]()
         for use in self.phases[slot.phase][1].uses if slot.part in ("first", "steady") else ():
             component = self._component(use.component)
             if helper := component.variants[0].helper:
-                whole[use.component] = (*self.problem.crossing_seconds(helper, use.crossing), use.calls_in(slot.part))
+                whole[use.component] = (
+                    *self.problem.crossing_seconds(helper, use.crossing),
+                    use.calls_in(slot.part),
+                )
             for (k, i), of in crossings(use, component).items():
-                hops[use.component, k, i] = self.problem.tensors_cross_seconds(of.helper, of.to, of.back)
+                hops[use.component, k, i] = self.problem.tensors_cross_seconds(
+                    of.helper, of.to, of.back
+                )
         return whole, hops
 
     def _path(self, key: Key) -> str:
@@ -576,4 +775,6 @@ class _State:
     def _event(self, slot: int, span: Span) -> Event:
         detail = f"call {span.call}" if span.kind == "run" else self._path(span.key)
         nbytes = 0 if span.kind == "run" else self.sizes[span.key].nbytes
-        return Event(span.kind, span.key[0], slot, detail, nbytes, span.start_seconds, span.end_seconds)
+        return Event(
+            span.kind, span.key[0], slot, detail, nbytes, span.start_seconds, span.end_seconds
+        )

@@ -12,13 +12,19 @@ from graphrun.verify.pages import reserved_bytes
 from graphrun.verify.simulate import simulate
 
 
-def solution_of(problem: Problem, plan: Plan, bound_seconds: float = 0.0, objective_seconds: float = 0.0) -> Solution:
-    """The solution with ``plan``, simulated once and not checked. By default nothing is known about how good it is."""
-    return in_pages(Solution(problem, plan, simulate(problem, plan), bound_seconds, objective_seconds))
+def solution_of(
+    problem: Problem, plan: Plan, bound_seconds: float = 0.0, objective_seconds: float = 0.0
+) -> Solution:
+    """The solution with ``plan``, simulated once and not checked. By default nothing is known about
+    how good it is."""
+    return in_pages(
+        Solution(problem, plan, simulate(problem, plan), bound_seconds, objective_seconds)
+    )
 
 
 def in_pages(solution: Solution) -> Solution:
-    """``solution`` with peaks as the device's allocator reserves memory, where `Problem.counts_pages`."""
+    """``solution`` with peaks as the device's allocator reserves memory, where
+    `Problem.counts_pages`."""
     if not solution.problem.counts_pages:
         return solution
     devices = range(len(solution.problem.helpers) + 1)
@@ -26,6 +32,12 @@ def in_pages(solution: Solution) -> Solution:
     return replace(solution, simulation=solution.simulation.in_pages(*pages))
 
 
-def checked_solution(problem: Problem, plan: Plan, bound_seconds: float, objective_seconds: float) -> Solution | None:
+def checked_solution(
+    problem: Problem, plan: Plan, bound_seconds: float, objective_seconds: float
+) -> Solution | None:
     """The solution with ``plan``, checked and simulated once; None where the plan breaks a rule."""
-    return None if check(problem, plan) else solution_of(problem, plan, bound_seconds, objective_seconds)
+    return (
+        None
+        if check(problem, plan)
+        else solution_of(problem, plan, bound_seconds, objective_seconds)
+    )

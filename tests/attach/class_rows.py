@@ -1,4 +1,5 @@
-"""The tables of classes in `docs/pipelines.md`: each row from what was seen. `make pipelines` writes them, tests compare."""
+"""The tables of classes in `docs/pipelines.md`: each row from what was seen. `make pipelines`
+writes them, tests compare."""
 
 from __future__ import annotations
 
@@ -26,7 +27,13 @@ DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "pipelines.md"
 CASES = cases()
 OTHER = "two ships"
 AMPLE_BYTES = 1 << 40
-CLASSES = ("FluxPipeline", "StableDiffusion3Pipeline", "WanPipeline", "CogVideoXPipeline", "StableDiffusionXLPipeline")
+CLASSES = (
+    "FluxPipeline",
+    "StableDiffusion3Pipeline",
+    "WanPipeline",
+    "CogVideoXPipeline",
+    "StableDiffusionXLPipeline",
+)
 HEADS = {
     "attached": "| class | family | generous budget | least budget | another text | detached |\n|---|---|---|---|---|---|\n",
     "features": f"| feature | {' | '.join(name.removesuffix('Pipeline') for name in CLASSES)} |\n|---|{'---|' * len(CLASSES)}\n",
@@ -56,13 +63,17 @@ def another(case: Case) -> Case | None:
 def least_bytes(case: Case) -> int:
     """The least budget of ``case``, as the refusal of a smaller one says it."""
     device = SimulatedDevice(Machine())
-    with graphrun.attach(pipe := case.build(), vram="1K", device=device), pytest.raises(Infeasible) as refused:
+    with (
+        graphrun.attach(pipe := case.build(), vram="1K", device=device),
+        pytest.raises(Infeasible) as refused,
+    ):
         case.call(pipe, put_on(device))
     return int(refused.value.smallest_budget_bytes)
 
 
 def attached_row(name: str) -> str:
-    """Three calls, another text and the first again, attached with a generous budget and with exactly the least one."""
+    """Three calls, another text and the first again, attached with a generous budget and with
+    exactly the least one."""
     case, other = CASES[name], another(CASES[name])
     plain = case.build()
     want = case.call(plain)
@@ -71,7 +82,10 @@ def attached_row(name: str) -> str:
     seen = {"calls": [True, True], "texts": [True, True], "detached": [True, True]}
     for number, budget_bytes in enumerate((AMPLE_BYTES, least_bytes(case))):
         pipe, device = case.build(), SimulatedDevice(Machine())
-        with suppress(GraphrunError), graphrun.attach(pipe, vram=budget_bytes, device=device) as attached:
+        with (
+            suppress(GraphrunError),
+            graphrun.attach(pipe, vram=budget_bytes, device=device) as attached,
+        ):
             failed[number] = True
             for own, expected in [(case, want)] * 3 + texts + [(case, want)]:
                 same = equal(own.call(pipe, put_on(device)), expected)
@@ -83,9 +97,14 @@ def attached_row(name: str) -> str:
                 assert attached.trace.peak_bytes <= budget_bytes
                 anew[number] |= attached.replans != ()
             failed[number] = False
-        seen["detached"][number] = device.allocated_bytes == 0 and type(pipe) is case.kind and equal(case.call(pipe), want)
+        seen["detached"][number] = (
+            device.allocated_bytes == 0 and type(pipe) is case.kind and equal(case.call(pipe), want)
+        )
     calls = ["three calls equal" if same else "differs" for same in seen["calls"]]
-    calls = [f"{cell}, planned anew within one" if again else cell for cell, again in zip(calls, anew, strict=True)]
+    calls = [
+        f"{cell}, planned anew within one" if again else cell
+        for cell, again in zip(calls, anew, strict=True)
+    ]
     calls = ["fails" if ended else cell for cell, ended in zip(calls, failed, strict=True)]
     text = "-" if other is None else "equal" if all(seen["texts"]) else "differs"
     return f"| {name} | {case.family} | {calls[0]} | {calls[1]} | {text} | {'as it was' if all(seen['detached']) else 'differs'} |"
@@ -96,21 +115,27 @@ def lora(pipe: Any) -> None:
     generator, found = torch.Generator().manual_seed(1), dict[str, torch.Tensor]()
     for path, layer in getattr(pipe, part).named_modules():
         if isinstance(layer, torch.nn.Linear) and re.search(r"attn\d?\.to_(q|v)$", path):
-            found[f"{part}.{path}.lora_A.weight"] = torch.randn(4, layer.in_features, generator=generator)
-            found[f"{part}.{path}.lora_B.weight"] = torch.randn(layer.out_features, 4, generator=generator)
+            found[f"{part}.{path}.lora_A.weight"] = torch.randn(
+                4, layer.in_features, generator=generator
+            )
+            found[f"{part}.{path}.lora_B.weight"] = torch.randn(
+                layer.out_features, 4, generator=generator
+            )
     pipe.load_lora_weights(found)
 
 
 def compiled(pipe: Any) -> None:
-    getattr(pipe, "transformer", getattr(pipe, "unet", None)).compile_repeated_blocks(backend="eager")
+    getattr(pipe, "transformer", getattr(pipe, "unet", None)).compile_repeated_blocks(
+        backend="eager"
+    )
 
 
 SWITCHES: tuple[Callable[[Any], object], ...] = (lora, *FEATURES, compiled)
 
 
 def feature_seen(switch: Callable[[Any], object], name: str) -> str:
-    """What comes of a feature that is switched on after the first call of an attached pipeline: right, or the refusal; ``-`` where
-    diffusers itself has no such thing for the class."""
+    """What comes of a feature that is switched on after the first call of an attached pipeline:
+    right, or the refusal; ``-`` where diffusers itself has no such thing for the class."""
     plain = CASES[name].build()
     try:
         switch(plain)
@@ -118,13 +143,18 @@ def feature_seen(switch: Callable[[Any], object], name: str) -> str:
     except Exception:  # noqa: BLE001 - whatever diffusers refuses it with
         return "-"
     pipe, device = CASES[name].build(), SimulatedDevice(Machine())
-    weights = sum(part.numel() * part.element_size() for module in modules(pipe) for part in module.parameters())
+    weights = sum(
+        part.numel() * part.element_size()
+        for module in modules(pipe)
+        for part in module.parameters()
+    )
     with graphrun.attach(pipe, vram=int(0.95 * weights), device=device):
         output(name, pipe)
         try:
             switch(pipe)
             same = [
-                equal(output(name, pipe, prompt), of) for prompt, of in ((PROMPT, want[0]), (OTHER, want[1]), (PROMPT, want[0]))
+                equal(output(name, pipe, prompt), of)
+                for prompt, of in ((PROMPT, want[0]), (OTHER, want[1]), (PROMPT, want[0]))
             ]
         except GraphrunError as error:
             return f"refused: {str(error).splitlines()[0][:200]}"

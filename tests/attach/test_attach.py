@@ -1,4 +1,5 @@
-"""`attach` beyond a single call: other calls and arguments, calls that leave their plan, bad input, detaching."""
+"""`attach` beyond a single call: other calls and arguments, calls that leave their plan, bad input,
+detaching."""
 
 from __future__ import annotations
 
@@ -65,10 +66,14 @@ def test_one_plan_serves_all_texts_and_seeds_and_another_size_gets_its_own(sd: A
     plain = SD.build()
     assert equal(sd.seeded(), seeded(plain))
     first = problem_of(sd.attachment)
-    assert equal(sd.seeded(7, prompt="two ships in a storm"), seeded(plain, 7, prompt="two ships in a storm"))
+    assert equal(
+        sd.seeded(7, prompt="two ships in a storm"), seeded(plain, 7, prompt="two ships in a storm")
+    )
     assert problem_of(sd.attachment) is first
     assert equal(sd.seeded(guidance_scale=5.0), seeded(plain, guidance_scale=5.0))
-    assert problem_of(sd.attachment) is first, "it has a dry run of its own, which gives the same problem"
+    assert problem_of(sd.attachment) is first, (
+        "it has a dry run of its own, which gives the same problem"
+    )
     assert equal(sd.seeded(height=24), seeded(plain, height=24))
     assert problem_of(sd.attachment) is not first
     assert equal(sd.seeded(guidance_scale=1.0), seeded(plain, guidance_scale=1.0))
@@ -77,7 +82,9 @@ def test_one_plan_serves_all_texts_and_seeds_and_another_size_gets_its_own(sd: A
     assert sd.device.allocated_bytes == sd.attachment.held_bytes
 
 
-def test_encoding_alone_uses_the_encoder_alone_and_its_results_serve_as_arguments(sd: Attached) -> None:
+def test_encoding_alone_uses_the_encoder_alone_and_its_results_serve_as_arguments(
+    sd: Attached,
+) -> None:
     peaks = []
     for _ in range(2):
         embeds, negative = sd.pipe.encode_prompt(PROMPT, sd.pipe.device, 1, True)
@@ -86,7 +93,9 @@ def test_encoding_alone_uses_the_encoder_alone_and_its_results_serve_as_argument
         peaks.append(sd.attachment.trace.peak_bytes)
         assert {event.component for event in sd.attachment.trace.events} == {"text_encoder"}
         held_bytes = sd.device.allocated_bytes - sd.attachment.held_bytes
-        assert held_bytes == sum(round_up(t.numel() * t.element_size(), 512) for t in (embeds, negative))
+        assert held_bytes == sum(
+            round_up(t.numel() * t.element_size(), 512) for t in (embeds, negative)
+        )
         if len(peaks) == 1:
             del embeds, negative
             assert sd.device.allocated_bytes == sd.attachment.held_bytes
@@ -141,13 +150,21 @@ def test_the_random_state_of_the_process_and_of_generators_is_the_calls_own(sd: 
     torch.manual_seed(5)
     without = SD.build()
     torch.manual_seed(5)
-    want = without(PROMPT, height=16, width=16, num_inference_steps=2, output_type="np").images, torch.rand(1)
+    want = (
+        without(PROMPT, height=16, width=16, num_inference_steps=2, output_type="np").images,
+        torch.rand(1),
+    )
     torch.manual_seed(5)
-    got = sd.pipe(PROMPT, height=16, width=16, num_inference_steps=2, output_type="np").images, torch.rand(1)
+    got = (
+        sd.pipe(PROMPT, height=16, width=16, num_inference_steps=2, output_type="np").images,
+        torch.rand(1),
+    )
     assert equal(got, want)
 
 
-def test_a_small_budget_streams_and_one_that_is_too_small_is_refused_with_the_least_that_works() -> None:
+def test_a_small_budget_streams_and_one_that_is_too_small_is_refused_with_the_least_that_works() -> (
+    None
+):
     pipe = FLUX.build()
     want = FLUX.call(pipe)
     with graphrun.attach(pipe, vram="1K", device="sim"), pytest.raises(Infeasible) as refused:
@@ -155,7 +172,12 @@ def test_a_small_budget_streams_and_one_that_is_too_small_is_refused_with_the_le
     with graphrun.attach(pipe, vram=refused.value.smallest_budget_bytes, device="sim") as attached:
         assert equal(FLUX.call(pipe), want)
         assert attached.solution is not None
-        streamed = {a.component for slot in attached.solution.plan.slots for a in slot.actions if isinstance(a, Stream)}
+        streamed = {
+            a.component
+            for slot in attached.solution.plan.slots
+            for a in slot.actions
+            if isinstance(a, Stream)
+        }
         assert streamed
         assert attached.summary()["measured"]["kept_plan"]
         assert pipe.graphrun is attached
@@ -170,7 +192,10 @@ def test_the_least_budget_works_for_what_the_caller_has_on_the_device() -> None:
     pipe, device = case.build(), SimulatedDevice(Machine())
     want = case.call(pipe)
     with device.machine:
-        held = {name: value.to("sim") if isinstance(value, torch.Tensor) else value for name, value in case.arguments().items()}
+        held = {
+            name: value.to("sim") if isinstance(value, torch.Tensor) else value
+            for name, value in case.arguments().items()
+        }
     there = replace(case, arguments=lambda: held)
     held_bytes = device.allocated_bytes
     with graphrun.attach(pipe, vram="1K", device=device), pytest.raises(Infeasible) as refused:
@@ -182,18 +207,29 @@ def test_the_least_budget_works_for_what_the_caller_has_on_the_device() -> None:
         assert attached.trace.peak_bytes == least_bytes - held_bytes < least_bytes
 
 
-def test_components_that_are_in_ram_stay_there_though_little_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_components_that_are_in_ram_stay_there_though_little_is_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pipe = SD.build()
     want = SD.call(pipe)
     left_bytes = weight_bytes(pipe) // 4
-    (tmp_path / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {left_bytes // 1024} kB\nSwapFree: 99999999 kB\n")
-    monkeypatch.setattr(host_ram_bytes, "__defaults__", (tmp_path, tmp_path / "own", tmp_path / "meminfo"))
+    (tmp_path / "meminfo").write_text(
+        f"MemTotal: 1 kB\nMemAvailable: {left_bytes // 1024} kB\nSwapFree: 99999999 kB\n"
+    )
+    monkeypatch.setattr(
+        host_ram_bytes, "__defaults__", (tmp_path, tmp_path / "own", tmp_path / "meminfo")
+    )
     with graphrun.attach(pipe, vram="1G", device="sim") as attached:
         assert equal(SD.call(pipe), want)
         assert attached.solution is not None
         problem, plan = attached.solution.problem, attached.solution.plan
         assert weight_bytes(pipe) < problem.ram_bytes <= weight_bytes(pipe) + left_bytes
-        backing_stores = {action.backing_store for slot in plan.slots for action in slot.actions if isinstance(action, Load)}
+        backing_stores = {
+            action.backing_store
+            for slot in plan.slots
+            for action in slot.actions
+            if isinstance(action, Load)
+        }
         assert backing_stores <= {"pinned", "pageable"}
 
 
@@ -256,7 +292,9 @@ def test_a_probe_that_fails_says_which_call_failed() -> None:
 
     pipe.vae.__class__ = Odd
     with graphrun.attach(pipe, vram="1G", device=device):
-        with pytest.raises(ProbeError, match=r"vae\.decode\(float32\[1, 4, 8, 8\].*no such codec.*graph file"):
+        with pytest.raises(
+            ProbeError, match=r"vae\.decode\(float32\[1, 4, 8, 8\].*no such codec.*graph file"
+        ):
             seeded(pipe)
         assert device.allocated_bytes == 0
 
@@ -276,7 +314,9 @@ def test_a_component_that_needs_tensor_values_is_run_once_on_the_cpu() -> None:
         assert attached.replans == ()
 
 
-def test_an_error_in_the_run_leaves_nothing_on_the_device_and_the_next_call_works(sd: Attached) -> None:
+def test_an_error_in_the_run_leaves_nothing_on_the_device_and_the_next_call_works(
+    sd: Attached,
+) -> None:
     sd.seeded()
     sd.device.machine.fail_copy = 5
     with pytest.raises(graphrun.TransferFailed):
@@ -291,10 +331,16 @@ def test_a_pipeline_on_meta_is_planned_as_the_live_one_is() -> None:
     inputs = {"prompt": PROMPT, "height": 16, "width": 16, "num_inference_steps": 2}
     problem = graphrun.estimate(live, vram="1G", ram="8G", hardware="sim", inputs=inputs)
     assert dict(problem.settings)["height"] == "16"
-    assert [use.component for phase in problem.phases for use in phase.uses] == ["text_encoder", "unet", "vae"]
+    assert [use.component for phase in problem.phases for use in phase.uses] == [
+        "text_encoder",
+        "unet",
+        "vae",
+    ]
     for part in (pipe.text_encoder, pipe.unet, pipe.vae):
         part.to("meta")
-    bare = graphrun.estimate(graphrun.from_pipeline(pipe), vram="1G", ram="8G", hardware="sim", inputs=inputs)
+    bare = graphrun.estimate(
+        graphrun.from_pipeline(pipe), vram="1G", ram="8G", hardware="sim", inputs=inputs
+    )
     assert bare == problem
     assert graphrun.plan(bare).plan == graphrun.plan(problem).plan
     with pytest.raises(InputError, match="until"):
@@ -304,7 +350,12 @@ def test_a_pipeline_on_meta_is_planned_as_the_live_one_is() -> None:
 def _refusals(attached: Attached, answers: Any) -> None:
     """What a forked process is told, put into ``answers`` as text."""
     pipe = attached.pipe
-    uses = (attached.seeded, lambda: pipe.vae.decode(torch.zeros(1)), lambda: pipe.to(torch.float32), attached.attachment.release)
+    uses = (
+        attached.seeded,
+        lambda: pipe.vae.decode(torch.zeros(1)),
+        lambda: pipe.to(torch.float32),
+        attached.attachment.release,
+    )
     for use in uses:
         try:
             use()
@@ -315,8 +366,12 @@ def _refusals(attached: Attached, answers: Any) -> None:
 
 
 def test_a_forked_process_is_refused_at_once_also_while_a_call_runs(sd: Attached) -> None:
-    """A thread that holds the device's lock stands for a call of the parent: in the child nobody gives it back."""
-    fork, (taken, done) = multiprocessing.get_context("fork"), (threading.Event(), threading.Event())
+    """A thread that holds the device's lock stands for a call of the parent: in the child nobody
+    gives it back."""
+    fork, (taken, done) = (
+        multiprocessing.get_context("fork"),
+        (threading.Event(), threading.Event()),
+    )
 
     def hold() -> None:
         with sd.attachment._lock:
@@ -336,5 +391,8 @@ def test_a_forked_process_is_refused_at_once_also_while_a_call_runs(sd: Attached
     holder.join()
     assert not hung
     for _ in range(4):
-        assert f"the attached pipeline belongs to process {multiprocessing.current_process().pid}" in answers.get()
+        assert (
+            f"the attached pipeline belongs to process {multiprocessing.current_process().pid}"
+            in answers.get()
+        )
     assert answers.get() == "detached"

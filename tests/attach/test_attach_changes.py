@@ -1,4 +1,5 @@
-"""Changes to an attached pipeline between or inside its calls: the plain pipeline's results, or an error that says what to do."""
+"""Changes to an attached pipeline between or inside its calls: the plain pipeline's results, or an
+error that says what to do."""
 
 from __future__ import annotations
 
@@ -120,7 +121,9 @@ ALWAYS = (other_vae, new_weights, tiled, another_scheduler, vae_halved, fused, i
 
 
 @pytest.mark.parametrize("change", sampled(CHANGES, ALWAYS, "changes"), ids=NAMES)
-def test_a_change_between_calls_has_its_effect_and_leaves_nothing(sd: Attached, change: Callable[[Any], None]) -> None:
+def test_a_change_between_calls_has_its_effect_and_leaves_nothing(
+    sd: Attached, change: Callable[[Any], None]
+) -> None:
     plain = SD.build()
     before = seeded(plain)
     assert equal(sd.seeded(), before)
@@ -177,11 +180,17 @@ def test_copies_are_plain_and_saving_works(sd: Attached, tmp_path: Any) -> None:
     assert twin.unet.conv_in.weight.data_ptr() != sd.pipe.unet.conv_in.weight.data_ptr()
     assert equal(seeded(twin), want)
     unet = pickle.loads(pickle.dumps(copy.deepcopy(sd.pipe.unet)))
-    assert all(torch.equal(tensor, twin.unet.state_dict()[key]) for key, tensor in unet.state_dict().items())
+    assert all(
+        torch.equal(tensor, twin.unet.state_dict()[key])
+        for key, tensor in unet.state_dict().items()
+    )
     sd.pipe.unet.save_pretrained(tmp_path / "unet")
     sd.pipe.save_pretrained(tmp_path / "pipe")
     read = type(twin.unet).from_pretrained(tmp_path / "pipe" / "unet")
-    assert all(torch.equal(tensor, twin.unet.state_dict()[key]) for key, tensor in read.state_dict().items())
+    assert all(
+        torch.equal(tensor, twin.unet.state_dict()[key])
+        for key, tensor in read.state_dict().items()
+    )
     assert equal(sd.seeded(), want)
 
 
@@ -199,7 +208,9 @@ def test_a_callback_that_interrupts_ends_the_call_and_the_next_one_is_whole(sd: 
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_an_error_in_a_callback_leaves_the_baseline(sd: Attached, error: type[BaseException]) -> None:
+def test_an_error_in_a_callback_leaves_the_baseline(
+    sd: Attached, error: type[BaseException]
+) -> None:
     def fail(*_: Any) -> Any:
         raise error("stop")
 
@@ -271,7 +282,9 @@ def test_ip_adapters_may_be_loaded_and_unloaded(sd: Attached) -> None:
         torch.manual_seed(2)
         seeing = tiny("CLIPVisionModelWithProjection").eval().requires_grad_(False)
         pipe.register_modules(image_encoder=seeing, feature_extractor=tiny("CLIPImageProcessor"))
-        pipe.load_ip_adapter([ip_adapter(pipe.unet)], subfolder=[""], weight_name=[""], image_encoder_folder=None)
+        pipe.load_ip_adapter(
+            [ip_adapter(pipe.unet)], subfolder=[""], weight_name=[""], image_encoder_folder=None
+        )
         pipe.set_ip_adapter_scale(0.7)
     want = seeded(plain, ip_adapter_image=picture(32))
     for _ in range(2):
@@ -304,7 +317,10 @@ def ip_adapter(unet: Any) -> dict[str, Any]:
 def test_a_leftover_at_the_address_of_an_object_from_before_the_call_goes_to_the_host() -> None:
     pipe, device = SD.build(), SimulatedDevice(Machine())
     with device.machine:
-        pipe.scheduler.before, pipe.scheduler.stays = [torch.zeros(8, device="sim")], [torch.ones(8, device="sim")]
+        pipe.scheduler.before, pipe.scheduler.stays = (
+            [torch.zeros(8, device="sim")],
+            [torch.ones(8, device="sim")],
+        )
         tensor = torch.zeros(8, device="sim")
         modules = {"vae": pipe.vae}
         leftovers = Leftovers(pipe, modules, owned(modules), device.torch_device)

@@ -1,4 +1,5 @@
-"""Pipelines with compiled blocks: weights are placed anew without compiling again, and results are those of the plain compiled one.
+"""Pipelines with compiled blocks: weights are placed anew without compiling again, and results are
+those of the plain compiled one.
 
 On the CPU as a device of the executor, since there is a compiler for it."""
 
@@ -29,7 +30,9 @@ from graphrun.runtime.host import Host
 from graphrun.runtime.residency import Residency
 from graphrun.sim import Machine
 
-sys.path += [str(Path(__file__).parent.parent.parent / folder) for folder in ("benchmarks", "tests/runtime")]
+sys.path += [
+    str(Path(__file__).parent.parent.parent / folder) for folder in ("benchmarks", "tests/runtime")
+]
 from cpu_device import CpuDevice  # noqa: E402
 from small_component import Small, hardware, problem, use  # noqa: E402
 
@@ -86,7 +89,9 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Any, Any], None], str]] = {
 
 
 def attach(pipe: Any, **options: Any) -> Attachment:
-    return graphrun.attach(pipe, **{"vram": 10 * weight_bytes(pipe), "hardware": "sim", "device": Cpu(), **options})
+    return graphrun.attach(
+        pipe, **{"vram": 10 * weight_bytes(pipe), "hardware": "sim", "device": Cpu(), **options}
+    )
 
 
 def called(pipe: Any, number: int) -> Any:
@@ -103,7 +108,12 @@ def plain_calls(change: Callable[[Any, Any], None], backend: Any, count: int) ->
 
 
 @pytest.mark.parametrize(
-    "case", sampled([*CASES, *(f"{case}, Inductor" for case in CASES)], ["streamed, compiled while attached"], "warm")
+    "case",
+    sampled(
+        [*CASES, *(f"{case}, Inductor" for case in CASES)],
+        ["streamed, compiled while attached"],
+        "warm",
+    ),
 )
 def test_blocks_are_compiled_as_often_as_those_of_the_plain_pipeline(case: str) -> None:
     """Two sizes in turn, so that blocks are compiled for the second, too."""
@@ -121,7 +131,9 @@ def test_blocks_are_compiled_as_often_as_those_of_the_plain_pipeline(case: str) 
             assert equal(called(pipe, number), image)
             assert attached.trace is not None
             assert attached.replans == ()
-            streamed = {event.component for event in attached.trace.events if event.kind == "stream"}
+            streamed = {
+                event.component for event in attached.trace.events if event.kind == "stream"
+            }
             assert streamed == set(options.get("exclude", ()))
         assert own.count == plain.count > 0
     assert equal(called(pipe, 0), want[0])
@@ -130,20 +142,31 @@ def test_blocks_are_compiled_as_often_as_those_of_the_plain_pipeline(case: str) 
 def test_a_plan_that_moves_parts_of_a_compiled_block_is_refused() -> None:
     module = Small()
     module.wide[1] = torch.compile(module.wide[1])
-    Host({"a": module}, problem({"a": module}, [[use("a", 1, hardware())]]), SimulatedDevice(Machine()))
+    Host(
+        {"a": module},
+        problem({"a": module}, [[use("a", 1, hardware())]]),
+        SimulatedDevice(Machine()),
+    )
     module = Small()
-    groups = (BlockGroup("remainder", ("",), False), BlockGroup("wide", ("wide.0.up", "wide.1.up"), True))
+    groups = (
+        BlockGroup("remainder", ("",), False),
+        BlockGroup("wide", ("wide.0.up", "wide.1.up"), True),
+    )
     of = problem({"a": module}, [[use("a", 1, hardware())]])
     (numbers,) = of.components
     variant = replace(numbers.variants[0], block_bytes=(1 << 20,) * 2)
     module.wide[1].compile()
-    with pytest.raises(InputError, match=r"wide\.1\.up is moved by itself, but is a part of what is compiled"):
-        Residency(module, replace(numbers, groups=groups, variants=(variant,)), SimulatedDevice(Machine()))
+    with pytest.raises(
+        InputError, match=r"wide\.1\.up is moved by itself, but is a part of what is compiled"
+    ):
+        Residency(
+            module, replace(numbers, groups=groups, variants=(variant,)), SimulatedDevice(Machine())
+        )
 
 
 def test_compiled_blocks_run_as_written_on_the_simulated_accelerator() -> None:
-    """However many calls of however many sizes there are, none of them compiles. PyTorch has no compiler for ``sim``, and refuses
-    the plain compiled pipeline there."""
+    """However many calls of however many sizes there are, none of them compiles. PyTorch has no
+    compiler for ``sim``, and refuses the plain compiled pipeline there."""
     pipe, own = FLUX.build(), Compilations()
     want = [called(pipe, number) for number in range(2)]
     repeated(pipe, own)
@@ -160,28 +183,41 @@ def test_compiled_blocks_run_as_written_on_the_simulated_accelerator() -> None:
 def test_a_component_compiled_as_a_whole_is_refused_with_what_to_do(whole: Any) -> None:
     pipe = FLUX.build()
     pipe.transformer = whole(pipe.transformer)
-    with pytest.raises(InputError, match=r"transformer is compiled as a whole.*compile_repeated_blocks\(fullgraph=True\)"):
+    with pytest.raises(
+        InputError,
+        match=r"transformer is compiled as a whole.*compile_repeated_blocks\(fullgraph=True\)",
+    ):
         attach(pipe)
 
 
 # -- compile: blocks in graph files
 
-ASKING = ("tiny-flux-transformer.json, dtype: bfloat16}", "tiny-flux-transformer.json, dtype: bfloat16, compile: blocks}")
+ASKING = (
+    "tiny-flux-transformer.json, dtype: bfloat16}",
+    "tiny-flux-transformer.json, dtype: bfloat16, compile: blocks}",
+)
 SMALL = {"height": 32, "width": 32, "steps": 2, "max_sequence_length": 16}
 GRANTED: dict[str, Any] = {"vram": "1G", "ram": "8G", "hardware": "sim", "allow": ["compile"]}
 
 
 @pytest.fixture
 def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Compilations:
-    """The compiler of every module that is compiled without naming one; Inductor where the parameter says so."""
+    """The compiler of every module that is compiled without naming one; Inductor where the
+    parameter says so."""
     found, plain = Compilations(getattr(request, "param", False)), torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **more: plain(module, **{"backend": found, **more}))
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "compile",
+        lambda module, **more: plain(module, **{"backend": found, **more}),
+    )
     return found
 
 
 def plain_pipeline(graph: Any) -> Any:
     parts = {name: build(component, graph) for name, component in graph.components.items()}
-    return FluxPipeline(**parts, **{name: build_part(part, graph) for name, part in graph.parts.items()})
+    return FluxPipeline(
+        **parts, **{name: build_part(part, graph) for name, part in graph.parts.items()}
+    )
 
 
 def sized(number: int) -> dict[str, Any]:
@@ -215,7 +251,9 @@ def test_a_session_compiles_the_blocks_that_the_graph_asks_for_once(
     demands = {"exclude": ["transformer"]} if streamed else {}
     with graphrun.Session(graph, inputs=SMALL, device=Cpu(), **GRANTED, **demands) as session:
         traces = [session.run(sized(number)) for number in range(len(want))]
-    assert [trace.outputs["image"].tobytes() for trace in traces] == [image.tobytes() for image in want]
+    assert [trace.outputs["image"].tobytes() for trace in traces] == [
+        image.tobytes() for image in want
+    ]
     assert any(event.kind == "stream" for event in traces[-1].events) == streamed
     assert compiler.count == counted > 0
 
@@ -223,7 +261,10 @@ def test_a_session_compiles_the_blocks_that_the_graph_asks_for_once(
 def test_nothing_is_compiled_unless_the_caller_allows_what_the_graph_asks_for(
     edited: Callable[..., Any], compiler: Compilations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asking = ("tiny-clip.json, dtype: bfloat16}", "tiny-clip.json, dtype: bfloat16, compile: blocks}")
+    asking = (
+        "tiny-clip.json, dtype: bfloat16}",
+        "tiny-clip.json, dtype: bfloat16, compile: blocks}",
+    )
     graph, budgets = edited("flux-tiny", asking), {**GRANTED, "allow": ()}
     refused = graphrun.plan(graphrun.estimate(graph, inputs=SMALL, **budgets))
     allowed = graphrun.plan(graphrun.estimate(graph, inputs=SMALL, **GRANTED))

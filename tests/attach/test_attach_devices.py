@@ -1,4 +1,5 @@
-"""Pipelines attached to two devices: components stay on both between calls, and detaching empties both."""
+"""Pipelines attached to two devices: components stay on both between calls, and detaching empties
+both."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def test_what_one_device_cannot_hold_stays_on_two(name: str) -> None:
             assert attached.solution is not None
             assert attached.trace is not None
             assert broken_caps(attached.solution, attached.trace) == []
-            assert any(component.variants[0].helper for component in attached.solution.chosen.components)
+            assert any(
+                component.variants[0].helper for component in attached.solution.chosen.components
+            )
             moved.append(attached.trace.moved_bytes)
             assert attached.held_bytes == sum(each.allocated_bytes for each in device.every)
         assert moved[1] == moved[2] <= moved[0]

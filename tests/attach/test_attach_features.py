@@ -1,4 +1,5 @@
-"""Features of diffusers that are switched on while a pipeline is attached: the plain pipeline's results, within a plan for them."""
+"""Features of diffusers that are switched on while a pipeline is attached: the plain pipeline's
+results, within a plan for them."""
 
 from __future__ import annotations
 
@@ -29,13 +30,19 @@ def first_block_cache(pipe: Any) -> None:
 
 def mag_cache(pipe: Any) -> None:
     config = d.MagCacheConfig(
-        num_inference_steps=STEPS, retention_ratio=0.1, mag_ratios=torch.ones(STEPS), threshold=0.5, max_skip_steps=2
+        num_inference_steps=STEPS,
+        retention_ratio=0.1,
+        mag_ratios=torch.ones(STEPS),
+        threshold=0.5,
+        max_skip_steps=2,
     )
     pipe.transformer.enable_cache(config)
 
 
 def taylor_seer(pipe: Any) -> None:
-    pipe.transformer.enable_cache(d.TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=1, max_order=1))
+    pipe.transformer.enable_cache(
+        d.TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=1, max_order=1)
+    )
 
 
 def pyramid_attention_broadcast(pipe: Any) -> None:
@@ -94,7 +101,12 @@ FEATURES: dict[Switch, tuple[str, ...]] = {
     pyramid_attention_broadcast: DENOISERS,
     faster_cache: ("CogVideoXPipeline",),
     chunked: ("StableDiffusion3Pipeline",),
-    fused: ("FluxPipeline", "StableDiffusion3Pipeline", "CogVideoXPipeline", "StableDiffusionXLPipeline"),
+    fused: (
+        "FluxPipeline",
+        "StableDiffusion3Pipeline",
+        "CogVideoXPipeline",
+        "StableDiffusionXLPipeline",
+    ),
     tiled: ("FluxPipeline", "WanPipeline", "CogVideoXPipeline", "StableDiffusionXLPipeline"),
     sliced: ("FluxPipeline", "WanPipeline", "StableDiffusionXLPipeline"),
     freeu: ("StableDiffusionXLPipeline",),
@@ -117,7 +129,9 @@ def digest(attached: Any) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("feature", sampled(EACH, ALWAYS, "features"), ids=lambda of: f"{of[0].__name__}-{of[1]}")
+@pytest.mark.parametrize(
+    "feature", sampled(EACH, ALWAYS, "features"), ids=lambda of: f"{of[0].__name__}-{of[1]}"
+)
 def test_a_feature_is_switched_on_while_attached(feature: tuple[Switch, str]) -> None:
     switch, name = feature
     pipe, plain = CASES[name].build(), CASES[name].build()
@@ -145,7 +159,9 @@ def test_a_cache_that_is_on_before_is_known_and_another_setting_is_a_change() ->
         assert equal(output("FluxPipeline", pipe), want)
         often = digest(attached)
         pipe.transformer.disable_cache()
-        pipe.transformer.enable_cache(d.TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=3, max_order=1))
+        pipe.transformer.enable_cache(
+            d.TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=3, max_order=1)
+        )
         output("FluxPipeline", pipe)
         checked_peak_bytes(attached, device)
         assert digest(attached) != often

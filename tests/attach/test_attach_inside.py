@@ -1,4 +1,5 @@
-"""Calls that are changed from inside, and methods that change modules: `detach` restores a plain pipeline and an empty device."""
+"""Calls that are changed from inside, and methods that change modules: `detach` restores a plain
+pipeline and an empty device."""
 
 from __future__ import annotations
 
@@ -42,27 +43,51 @@ def stepping(action: Callable[[], Any]) -> Case:
 
 
 def assert_detached(pipe: Any, device: SimulatedDevice, kind: type[Any]) -> None:
-    """Fails unless ``pipe`` is of its own class, on the CPU, and without hooks or attributes of graphrun."""
-    modules = [child for part in pipe.components.values() if isinstance(part, torch.nn.Module) for child in part.modules()]
+    """Fails unless ``pipe`` is of its own class, on the CPU, and without hooks or attributes of
+    graphrun."""
+    modules = [
+        child
+        for part in pipe.components.values()
+        if isinstance(part, torch.nn.Module)
+        for child in part.modules()
+    ]
     assert type(pipe) is kind
     assert not hasattr(pipe, "graphrun")
     assert device.allocated_bytes == 0
-    hooks = [hook for child in modules for hook in (*child._forward_hooks.values(), *child._forward_pre_hooks.values())]
-    assert not [hook for hook in hooks if hook.__module__.startswith("graphrun")]  # transformers has hooks of its own
-    assert not [name for child in modules for name in dir(child) if name.lstrip("_").startswith("graphrun")]
-    assert {t.device.type for child in modules for t in (*child.parameters(), *child.buffers())} == {"cpu"}
+    hooks = [
+        hook
+        for child in modules
+        for hook in (*child._forward_hooks.values(), *child._forward_pre_hooks.values())
+    ]
+    # transformers has hooks of its own
+    assert not [hook for hook in hooks if hook.__module__.startswith("graphrun")]
+    assert not [
+        name for child in modules for name in dir(child) if name.lstrip("_").startswith("graphrun")
+    ]
+    assert {
+        t.device.type for child in modules for t in (*child.parameters(), *child.buffers())
+    } == {"cpu"}
 
 
 CHANGES: list[tuple[str, Callable[[Any], Any]]] = [
     ("CogVideoXPipeline", lambda pipe: pipe.fuse_qkv_projections()),
-    ("CogVideoXPipeline", lambda pipe: (pipe.fuse_qkv_projections(), pipe.unfuse_qkv_projections())),
+    (
+        "CogVideoXPipeline",
+        lambda pipe: (pipe.fuse_qkv_projections(), pipe.unfuse_qkv_projections()),
+    ),
     ("CogVideoXPipeline", lambda pipe: pipe.vae.enable_tiling()),
     ("StableDiffusionXLPipeline", lambda pipe: pipe.fuse_qkv_projections()),
-    ("StableDiffusionXLPipeline", lambda pipe: (pipe.enable_freeu(0.9, 0.2, 1.2, 1.4), pipe.enable_attention_slicing())),
+    (
+        "StableDiffusionXLPipeline",
+        lambda pipe: (pipe.enable_freeu(0.9, 0.2, 1.2, 1.4), pipe.enable_attention_slicing()),
+    ),
     ("StableDiffusionXLPipeline", lambda pipe: (pipe.upcast_vae(), pipe.vae.enable_slicing())),
     ("StableDiffusionXLPAGPipeline", lambda pipe: pipe.set_pag_applied_layers(["mid"])),
     ("AnimateDiffPipeline", lambda pipe: pipe.enable_free_init(num_iters=2)),
-    ("AnimateDiffPipeline", lambda pipe: pipe.enable_free_noise(context_length=2, context_stride=1)),
+    (
+        "AnimateDiffPipeline",
+        lambda pipe: pipe.enable_free_noise(context_length=2, context_stride=1),
+    ),
 ]
 
 
@@ -138,10 +163,13 @@ def test_another_thread_that_detaches_waits_for_the_call() -> None:
     ],
     ids=["fused", "tiled", "freeu", "called"],
 )
-def test_a_change_in_a_callback_has_its_effect_and_leaves_nothing_on_the_device(change: Callable[[Any], Any]) -> None:
+def test_a_change_in_a_callback_has_its_effect_and_leaves_nothing_on_the_device(
+    change: Callable[[Any], Any],
+) -> None:
     plain, pipe = SD.build(), SD.build()
     want = stepping(lambda: change(plain)).call(plain)
-    attachment, device = attached(pipe, 2.0)  # fused projections are new weights, which the plan of the call does not count
+    # fused projections are new weights, which the plan of the call does not count
+    attachment, device = attached(pipe, 2.0)
     assert equal(stepping(lambda: change(pipe)).call(pipe), want)
     assert device.allocated_bytes == attachment.held_bytes
     after = SD.call(plain)
@@ -158,15 +186,26 @@ def other(pipe: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda pipe, beside: graphrun.attach(pipe, vram="1G", device="sim"), r"attached to StableDiffusionPipeline already"),
-        (lambda pipe, beside: graphrun.attach(other(pipe), vram="1G", device="sim"), r"a call of another attached pipeline runs"),
-        (lambda pipe, beside: beside.pipe.encode_prompt("a", "cpu", 1, False), r"a call of another attached pipeline runs with"),
+        (
+            lambda pipe, beside: graphrun.attach(pipe, vram="1G", device="sim"),
+            r"attached to StableDiffusionPipeline already",
+        ),
+        (
+            lambda pipe, beside: graphrun.attach(other(pipe), vram="1G", device="sim"),
+            r"a call of another attached pipeline runs",
+        ),
+        (
+            lambda pipe, beside: beside.pipe.encode_prompt("a", "cpu", 1, False),
+            r"a call of another attached pipeline runs with",
+        ),
         (lambda pipe, beside: beside.detach(), r"a call of another attached pipeline runs with"),
         (lambda pipe, beside: pipe.fuse_lora(), r"fuse_lora\(\) before or after it"),
     ],
     ids=["attach", "attach another", "call another", "detach another", "fuse a LoRA"],
 )
-def test_moving_the_weights_of_a_running_call_is_refused(change: Callable[[Any, Any], Any], message: str) -> None:
+def test_moving_the_weights_of_a_running_call_is_refused(
+    change: Callable[[Any, Any], Any], message: str
+) -> None:
     pipe = SD.build()
     want = SD.call(pipe)
     beside = graphrun.attach(other(pipe), vram="1G", device="sim")

@@ -1,4 +1,5 @@
-"""LoRAs loaded, weighted, fused and unloaded while attached: the plain pipeline's results, each with a plan of its own."""
+"""LoRAs loaded, weighted, fused and unloaded while attached: the plain pipeline's results, each
+with a plan of its own."""
 
 from __future__ import annotations
 
@@ -28,9 +29,17 @@ def lora(pipe: Any, seed: int, rank: int) -> dict[str, torch.Tensor]:
     for part, pattern in LAYERS.items():
         for path, layer in getattr(pipe, part).named_modules():
             if isinstance(layer, torch.nn.Linear) and re.search(pattern, path):
-                name = f"{part}.{path}" if part == "unet" or path.startswith("text_model") else f"{part}.text_model.{path}"
-                found[f"{name}.lora_A.weight"] = torch.randn(rank, layer.in_features, generator=generator)
-                found[f"{name}.lora_B.weight"] = torch.randn(layer.out_features, rank, generator=generator)
+                name = (
+                    f"{part}.{path}"
+                    if part == "unet" or path.startswith("text_model")
+                    else f"{part}.text_model.{path}"
+                )
+                found[f"{name}.lora_A.weight"] = torch.randn(
+                    rank, layer.in_features, generator=generator
+                )
+                found[f"{name}.lora_B.weight"] = torch.randn(
+                    layer.out_features, rank, generator=generator
+                )
     return found
 
 
@@ -84,7 +93,10 @@ def test_weights_cannot_be_changed_inside_a_call(change: Callable[[Any], Any], n
         return values
 
     with graphrun.attach(pipe, vram=int(0.95 * weight_bytes(pipe)), device=device) as attached:
-        with pytest.raises(InputError, match=rf"weights cannot change while .* runs: call {name}\(\) before or after it"):
+        with pytest.raises(
+            InputError,
+            match=rf"weights cannot change while .* runs: call {name}\(\) before or after it",
+        ):
             seeded(pipe, callback_on_step_end=callback)
         assert device.allocated_bytes == attached.held_bytes
         assert equal(seeded(pipe), want)

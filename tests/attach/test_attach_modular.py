@@ -1,4 +1,5 @@
-"""`attach` on modular pipelines built from blocks and components: three calls, each with equal results and within its plan."""
+"""`attach` on modular pipelines built from blocks and components: three calls, each with equal
+results and within its plan."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.sim import Machine
 
 SHARE = 0.95  # cap as a share of the weights' bytes, so that not all fit at once
-CALL = {"prompt": "a lighthouse at dusk", "height": 16, "width": 16, "num_inference_steps": 2, "output_type": "np"}
+CALL = {
+    "prompt": "a lighthouse at dusk",
+    "height": 16,
+    "width": 16,
+    "num_inference_steps": 2,
+    "output_type": "np",
+}
 SHORT = {"max_sequence_length": 16}  # else FLUX's text embeddings would be its largest tensors
 
 
@@ -29,7 +36,9 @@ def called(pipe: Any, **more: Any) -> Any:
 
 def weight_bytes(pipe: Any) -> int:
     modules = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
-    return sum(t.numel() * t.element_size() for m in modules for t in (*m.parameters(), *m.buffers()))
+    return sum(
+        t.numel() * t.element_size() for m in modules for t in (*m.parameters(), *m.buffers())
+    )
 
 
 @pytest.mark.parametrize("name", ["FluxPipeline", "StableDiffusionXLPipeline"])
@@ -65,7 +74,8 @@ def test_another_guider_is_another_state() -> None:
 def test_a_components_manager_that_moves_weights_is_refused() -> None:
     pipe = modular("FluxPipeline")
     manager = d.ComponentsManager()
-    manager._auto_offload_enabled = True  # set by enable_auto_cpu_offload, which needs an accelerator
+    # set by enable_auto_cpu_offload, which needs an accelerator
+    manager._auto_offload_enabled = True
     pipe._components_manager = manager
     with pytest.raises(InputError, match="call disable_auto_cpu_offload"):
         graphrun.attach(pipe, vram="1G", device="sim")

@@ -1,4 +1,5 @@
-"""`attach` on programs that are no pipelines of diffusers: an object with modules of its own, a model of transformers."""
+"""`attach` on programs that are no pipelines of diffusers: an object with modules of its own, a
+model of transformers."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def seeded(film: Film, text: str = TEXT, **arguments: Any) -> Any:
 def attached() -> Iterator[tuple[Film, Any, SimulatedDevice]]:
     film, device = Film(), SimulatedDevice(Machine())
     vram = int(0.8 * film.bytes())
-    with graphrun.attach(film, components=parts_of(film), entries=["generate"], vram=vram, device=device) as attachment:
+    with graphrun.attach(
+        film, components=parts_of(film), entries=["generate"], vram=vram, device=device
+    ) as attachment:
         yield film, attachment, device
 
 
@@ -42,13 +45,22 @@ def test_an_object_with_modules_of_its_own_streams_with_equal_results(attached: 
         moved = Film().to("sim")
         want = [seeded(moved).cpu(), seeded(moved, "two ships").cpu(), seeded(moved, units=5).cpu()]
         del moved
-    for text, units, expected in [(TEXT, 3, want[0]), (TEXT, 3, want[0]), ("two ships", 3, want[1]), (TEXT, 5, want[2])]:
+    for text, units, expected in [
+        (TEXT, 3, want[0]),
+        (TEXT, 3, want[0]),
+        ("two ships", 3, want[1]),
+        (TEXT, 5, want[2]),
+    ]:
         got = seeded(film, text, units=units)
         assert got.device.type == "sim"
         assert equal(got, expected)
         del got
         checked_peak_bytes(attachment, device)
-        assert {event.component for event in attachment.trace.events} == {"text_encoder", "transformer", "vae"}
+        assert {event.component for event in attachment.trace.events} == {
+            "text_encoder",
+            "transformer",
+            "vae",
+        }
     assert {t.device.type for t in film.last} == {"cpu"}, "what the program keeps"
     assert film.to("sim") is film
     attachment.detach()
@@ -74,7 +86,9 @@ def seeded_with(film: Film, **settings: Any) -> Any:
     return seeded(film)
 
 
-def test_autocast_around_the_call_is_seen_by_its_dry_run_and_gets_a_plan_of_its_own(attached: Any) -> None:
+def test_autocast_around_the_call_is_seen_by_its_dry_run_and_gets_a_plan_of_its_own(
+    attached: Any,
+) -> None:
     film, attachment, device = attached
     with device.machine, torch.autocast("sim", torch.bfloat16):
         want = seeded(Film().to("sim")).float().cpu()
@@ -90,15 +104,29 @@ def test_autocast_around_the_call_is_seen_by_its_dry_run_and_gets_a_plan_of_its_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, r"Film is no pipeline of diffusers.*components=\{'models_text': ..., 'dit': ..., 'vae': ...\}, entries=.*generate"),
+        (
+            {},
+            r"Film is no pipeline of diffusers.*components=\{'models_text': ..., 'dit': ..., 'vae': ...\}, entries=.*generate",
+        ),
         ({"components": {"dit": Film().dit}, "entries": ["generate"]}, "Film does not hold dit"),
-        ({"components": "all but vae", "entries": ["generate"]}, "the weights of vae.layers.0.mix are in no component"),
-        ({"components": "all", "entries": ["generates"]}, "Film has no method generates; its own methods are .*generate"),
+        (
+            {"components": "all but vae", "entries": ["generate"]},
+            "the weights of vae.layers.0.mix are in no component",
+        ),
+        (
+            {"components": "all", "entries": ["generates"]},
+            "Film has no method generates; its own methods are .*generate",
+        ),
         ({"components": "all", "entries": []}, "Film is no pipeline of diffusers"),
-        ({"components": {"the dit": Film().dit}, "entries": ["generate"]}, "'the dit' must be a name"),
+        (
+            {"components": {"the dit": Film().dit}, "entries": ["generate"]},
+            "'the dit' must be a name",
+        ),
     ],
 )
-def test_what_attach_cannot_take_is_refused_with_what_to_type(arguments: dict[str, Any], message: str) -> None:
+def test_what_attach_cannot_take_is_refused_with_what_to_type(
+    arguments: dict[str, Any], message: str
+) -> None:
     film = Film()
     parts = parts_of(film)
     if arguments.get("components") == "all but vae":
@@ -111,7 +139,10 @@ def test_what_attach_cannot_take_is_refused_with_what_to_type(arguments: dict[st
 
 def test_methods_that_move_modules_are_refused_with_what_to_leave_out(attached: Any) -> None:
     film, _, device = attached
-    with pytest.raises(BrokenPlan, match="moves or casts transformer to cuda.*leave out the argument that asks for it"):
+    with pytest.raises(
+        BrokenPlan,
+        match="moves or casts transformer to cuda.*leave out the argument that asks for it",
+    ):
         seeded(film, cpu_offloading=True)
     with pytest.raises(InputError, match="detach"):
         film.enable_sequential_cpu_offload()
@@ -125,7 +156,13 @@ def test_another_text_for_a_module_that_pads_it_is_in_the_plan_and_a_longer_one_
     told, plain, device = Told(), Told(), SimulatedDevice(Machine())
     vram = int(0.8 * sum(tensor.nbytes for tensor in told.reader.parameters()))
     said = list[str]()
-    attaching = {"components": {"reader": told.reader}, "entries": ["read"], "vram": vram, "device": device, "tell": said.append}
+    attaching = {
+        "components": {"reader": told.reader},
+        "entries": ["read"],
+        "vram": vram,
+        "device": device,
+        "tell": said.append,
+    }
     with graphrun.attach(told, **attaching) as attachment:
         for text in ("a ship", "two ships", "a ship", "a storm"):
             assert equal(told.read(text), plain.read(text))
@@ -137,7 +174,8 @@ def test_another_text_for_a_module_that_pads_it_is_in_the_plan_and_a_longer_one_
 
 
 def test_a_model_of_transformers_generates_a_text_for_a_picture() -> None:
-    """Its cache of keys and values grows from token to token; a text that ends early is within the plan for the longest."""
+    """Its cache of keys and values grows from token to token; a text that ends early is within the
+    plan for the longest."""
     model, device = captioner(), SimulatedDevice(Machine())
     picture = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     long = model.generate(picture, do_sample=False)
@@ -146,10 +184,16 @@ def test_a_model_of_transformers_generates_a_text_for_a_picture() -> None:
     assert (short.shape[1], long.shape[1]) == (2, 10)
     components = {"encoder": model.encoder, "decoder": model.decoder}
     vram = int(0.9 * sum(tensor.nbytes for tensor in model.parameters()))
-    with graphrun.attach(model, components=components, entries=["generate"], vram=vram, device=device) as attachment:
+    with graphrun.attach(
+        model, components=components, entries=["generate"], vram=vram, device=device
+    ) as attachment:
         with device.machine:
             there = picture.to("sim")
-        for arguments, want in [({"eos_token_id": end}, short), ({}, long), ({"eos_token_id": end}, short)]:
+        for arguments, want in [
+            ({"eos_token_id": end}, short),
+            ({}, long),
+            ({"eos_token_id": end}, short),
+        ]:
             assert torch.equal(model.generate(there, do_sample=False, **arguments).cpu(), want)
             assert attachment.replans == ()
             assert attachment.solution is not None

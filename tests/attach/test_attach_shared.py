@@ -1,4 +1,5 @@
-"""Components that share weights: Z-Image's ControlNet runs layers of the transformer, and reads its padding token."""
+"""Components that share weights: Z-Image's ControlNet runs layers of the transformer, and reads its
+padding token."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def test_components_that_share_weights_are_one_component_with_each_weight_counte
         assert set(components) == {"vae", "text_encoder", "transformer_and_controlnet"}
         pipe.vae = tiny("AutoencoderKL-flow").eval()
         assert not equal(CASE.call(pipe, put), want)
-        assert checked_peak_bytes(attached, device) == peaks[0], "it begins with nothing, as the first"
+        assert checked_peak_bytes(attached, device) == peaks[0], (
+            "it begins with nothing, as the first"
+        )
     assert pipe.controlnet.noise_refiner is pipe.transformer.noise_refiner
     assert pipe.controlnet.x_pad_token is pipe.transformer.x_pad_token
 
@@ -49,7 +52,9 @@ def test_a_pipeline_made_from_an_attached_one_says_that_it_must_be_attached_too(
         made = AutoPipelineForImage2Image.from_pipe(pipe)
         made.set_progress_bar_config(disable=True)
         assert made.device.type == "sim"
-        with pytest.raises(InputError, match=r"graphrun\.attach\(StableDiffusionImg2ImgPipeline, \.\.\.\)"):
+        with pytest.raises(
+            InputError, match=r"graphrun\.attach\(StableDiffusionImg2ImgPipeline, \.\.\.\)"
+        ):
             made("a cat", **given)
         with graphrun.attach(made, vram="1G", device=device):
             assert made("a cat", **given).images.shape == (1, 16, 16, 3)

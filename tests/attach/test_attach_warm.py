@@ -1,4 +1,5 @@
-"""What stays on the device between calls of attached pipelines: what plans keep; nothing that was changed, failed or released."""
+"""What stays on the device between calls of attached pipelines: what plans keep; nothing that was
+changed, failed or released."""
 
 from __future__ import annotations
 
@@ -43,16 +44,24 @@ TABLE = (
 
 
 class Warm:
-    """A pipeline attached within ``share`` times the bytes of its weights, beside the same pipeline on the CPU."""
+    """A pipeline attached within ``share`` times the bytes of its weights, beside the same pipeline
+    on the CPU."""
 
     def __init__(self, case: Case, share: float, **options: Any) -> None:
         self.plain, self.pipe, self.case = case.build(), case.build(), case
         self.device = options.pop("device", None) or SimulatedDevice(Machine())
-        budgets = {} if {"budget", "vram"} & set(options) else {"vram": int(share * weight_bytes(self.pipe))}
-        self.attached: Attachment = graphrun.attach(self.pipe, device=self.device, **budgets, **options)
+        budgets = (
+            {}
+            if {"budget", "vram"} & set(options)
+            else {"vram": int(share * weight_bytes(self.pipe))}
+        )
+        self.attached: Attachment = graphrun.attach(
+            self.pipe, device=self.device, **budgets, **options
+        )
 
     def call(self, **more: Any) -> int:
-        """Calls both and returns the bytes moved to the device. Asserts equal results, the caps kept, weights alone left."""
+        """Calls both and returns the bytes moved to the device. Asserts equal results, the caps
+        kept, weights alone left."""
         case = replace(self.case, arguments=lambda: {**self.case.arguments(), **more})
         assert equal(case.call(self.pipe), case.call(self.plain))
         return self.checked_moved_bytes()
@@ -61,7 +70,8 @@ class Warm:
         assert self.attached.solution is not None
         assert self.attached.trace is not None
         assert broken_caps(self.attached.solution, self.attached.trace) == []
-        planned_bytes = self.attached.solution.simulation.moved_bytes  # each block rounded up to an allocation
+        # each block rounded up to an allocation
+        planned_bytes = self.attached.solution.simulation.moved_bytes
         assert 0.98 * planned_bytes <= self.attached.trace.moved_bytes <= planned_bytes
         assert self.device.allocated_bytes >= self.attached.held_bytes
         return self.attached.trace.moved_bytes
@@ -75,7 +85,9 @@ def roomy() -> Iterator[Warm]:
     assert made.device.allocated_bytes == 0
 
 
-def test_what_fits_is_moved_once_and_the_report_says_what_a_call_finds_and_leaves(roomy: Warm) -> None:
+def test_what_fits_is_moved_once_and_the_report_says_what_a_call_finds_and_leaves(
+    roomy: Warm,
+) -> None:
     first = roomy.call()
     assert first > 0
     assert [roomy.call() for _ in range(2)] == [0, 0]
@@ -83,13 +95,19 @@ def test_what_fits_is_moved_once_and_the_report_says_what_a_call_finds_and_leave
     report = roomy.attached.report()
     assert "finds " in report
     assert "leaves " in report
-    assert {p.device.type for p in roomy.pipe.unet.parameters()} == {"cpu"}, "between calls the pipeline may be changed"
+    assert {p.device.type for p in roomy.pipe.unet.parameters()} == {"cpu"}, (
+        "between calls the pipeline may be changed"
+    )
 
 
 def test_a_plan_is_checked_once_for_all_calls(roomy: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the first call: its own, and that of the calls that find what it left. Those check and plan nothing."""
+    """In the first call: its own, and that of the calls that find what it left. Those check and
+    plan nothing."""
     checked: list[Any] = []
-    monkeypatch.setattr("graphrun.runtime.executor.check", lambda problem, plan: checked.append(plan) or check(problem, plan))
+    monkeypatch.setattr(
+        "graphrun.runtime.executor.check",
+        lambda problem, plan: checked.append(plan) or check(problem, plan),
+    )
     counts = []
     for _ in range(4):
         roomy.call()
@@ -110,7 +128,8 @@ def copied_bytes(warm: Warm) -> int:
 
 @pytest.mark.long
 def test_tables_that_a_module_cached_on_the_device_stay_where_all_fits() -> None:
-    """Further calls copy their arguments alone, as after ``.to(device)``. What is on another device is not taken for theirs."""
+    """Further calls copy their arguments alone, as after ``.to(device)``. What is on another device
+    is not taken for theirs."""
     made = Warm(CASES[QWEN], 10.0)
     with Machine():
         elsewhere = made.plain.transformer.pos_embed._get_device_freqs(torch.device("sim"))
@@ -145,7 +164,10 @@ def test_cached_tables_give_way_where_there_is_no_room_for_them() -> None:
             budget_bytes -= room_bytes
     assert room_bytes < 2**19
     machine = Machine()
-    made, beside = (Warm(CASES[name], 10.0, device=SimulatedDevice(machine)) for name in (QWEN, "StableDiffusionPipeline"))
+    made, beside = (
+        Warm(CASES[name], 10.0, device=SimulatedDevice(machine))
+        for name in (QWEN, "StableDiffusionPipeline")
+    )
     with made.attached, beside.attached:
         copied_bytes(made)
         assert (kept_bytes := made.attached._host.cached_bytes) > 0
@@ -167,7 +189,9 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_where_all_fits_a_further_call_runs_hardly_more_operators_than_the_plain_pipeline(roomy: Warm) -> None:
+def test_where_all_fits_a_further_call_runs_hardly_more_operators_than_the_plain_pipeline(
+    roomy: Warm,
+) -> None:
     """None for each weight: what stays loaded is bound again as it was."""
     roomy.call()
     with Operators() as own:
@@ -204,9 +228,15 @@ def test_two_sizes_in_turn_keep_the_blocks_that_both_plans_keep() -> None:
             solution = warm.attached.solution
             assert solution is not None
             kept = dict(solution.plan.leaves)
-            loads = {(e.component, e.detail) for e in warm.attached.trace.events if e.kind == "load"}  # type: ignore[union-attr]
+            loads = {
+                (e.component, e.detail) for e in warm.attached.trace.events if e.kind == "load"
+            }  # type: ignore[union-attr]
             for name, paths in before.items():
-                stays = {path for path in warm.attached._host.loaded().get(name, ()) if path in paths and name in kept}
+                stays = {
+                    path
+                    for path in warm.attached._host.loaded().get(name, ())
+                    if path in paths and name in kept
+                }
                 assert not {(name, path) for path in stays} & loads
 
 
@@ -245,7 +275,9 @@ def through_data(pipe: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [in_place, through_data])
-def test_weights_written_to_between_calls_are_loaded_again(roomy: Warm, change: Callable[[Any], None]) -> None:
+def test_weights_written_to_between_calls_are_loaded_again(
+    roomy: Warm, change: Callable[[Any], None]
+) -> None:
     roomy.call()
     for pipe in (roomy.plain, roomy.pipe):
         change(pipe)
@@ -268,7 +300,9 @@ def test_errors_and_release_empty_the_device(roomy: Warm) -> None:
     assert roomy.call() > 0
     roomy.attached.release()
     assert roomy.device.allocated_bytes == 0
-    roomy.call(callback_on_step_end=lambda pipe, step, at, values: (roomy.attached.release(), values)[1])
+    roomy.call(
+        callback_on_step_end=lambda pipe, step, at, values: (roomy.attached.release(), values)[1]
+    )
     assert roomy.device.allocated_bytes == 0, "released when the call ended"
 
 
@@ -300,7 +334,8 @@ def test_budgets_of_their_own_are_kept_beside_each_other_until_the_device_is_ful
 
 
 def test_a_call_inside_the_call_of_another_pipeline_leaves_nothing(roomy: Warm) -> None:
-    """The other one's plan knows nothing of its weights. On `sim` a call inside a call is not possible, so one is feigned."""
+    """The other one's plan knows nothing of its weights. On `sim` a call inside a call is not
+    possible, so one is feigned."""
     inner = Warm(SD, 10.0, device=roomy.device)
     with inner.attached:
         roomy.call()
@@ -325,12 +360,17 @@ def test_a_call_inside_the_call_of_another_pipeline_leaves_nothing(roomy: Warm) 
         ({"vram": "1G", "allow": ["nf4"]}, "allow nf4: this graph knows cpu"),
     ],
 )
-def test_arguments_that_mean_nothing_are_refused_at_once(options: dict[str, Any], message: str) -> None:
+def test_arguments_that_mean_nothing_are_refused_at_once(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         graphrun.attach(SD.build(), device="sim", **options)
 
 
-@pytest.mark.parametrize(("sizes", "message"), [((8,), r"vram: 8 has no unit: did you mean 8G\?"), (("8G", "many"), "ram: 'many'")])
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [((8,), r"vram: 8 has no unit: did you mean 8G\?"), (("8G", "many"), "ram: 'many'")],
+)
 def test_a_budget_of_what_is_no_size_is_refused_when_it_is_made(sizes: Any, message: str) -> None:
     for whole in ("24G,12G", ["24G", "12G"], "50%", 8e9, None, "auto"):
         graphrun.Budget(whole, "auto", 0)
@@ -346,7 +386,13 @@ def test_choices_of_plan_are_those_of_attach() -> None:
         stores = {c.variants[0].backing_store for c in made.attached.solution.chosen.components}
         assert stores == {"pageable"}
         assert "cpu" in made.attached.solution.problem.allow
-    made = Warm(SD, 0, budget=graphrun.Budget(None), device=SimulatedDevice(Machine(capacity_bytes=1 << 30)), pin=["unet"])
+    made = Warm(
+        SD,
+        0,
+        budget=graphrun.Budget(None),
+        device=SimulatedDevice(Machine(capacity_bytes=1 << 30)),
+        pin=["unet"],
+    )
     with made.attached:
         made.call()
         assert made.attached.solution is not None
@@ -358,9 +404,11 @@ def test_choices_of_plan_are_those_of_attach() -> None:
 @pytest.mark.parametrize("share", [0.5, 0.9, 10.0])
 @pytest.mark.parametrize("name", TABLE)
 def test_table_of_pipelines_at_three_budgets(name: str, share: float) -> None:
-    """Calls 2 to 5 move no more than one from an empty device, and nothing where all fits; two lengths in turn; detached clean.
+    """Calls 2 to 5 move no more than one from an empty device, and nothing where all fits; two
+    lengths in turn; detached clean.
 
-    Where half of the weights is less than the largest layer and its activation take, the budget is the least there is."""
+    Where half of the weights is less than the largest layer and its activation take, the budget is
+    the least there is."""
     case = CASES[name]
     warm = Warm(case, share)
     lengths = [{}, {"num_inference_steps": 3}]
@@ -393,7 +441,9 @@ def test_the_registry_of_hooks_that_the_first_call_makes_is_no_change_of_the_pip
         assert made.attached._meta_pipeline is first, "no second dry run"
 
 
-def test_planning_says_one_line_and_notebooks_show_the_report(caplog: pytest.LogCaptureFixture) -> None:
+def test_planning_says_one_line_and_notebooks_show_the_report(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     lines: list[str] = []
     made = Warm(SD, 10.0, tell=lines.append)
     with made.attached, caplog.at_level("INFO", "graphrun"):
@@ -402,14 +452,23 @@ def test_planning_says_one_line_and_notebooks_show_the_report(caplog: pytest.Log
         made.call()
         made.call(prompt="another text")
         assert lines == [record.message for record in caplog.records] == [lines[0]]
-        assert lines[0].startswith("StableDiffusionPipeline call: planning, once for calls of this kind")
+        assert lines[0].startswith(
+            "StableDiffusionPipeline call: planning, once for calls of this kind"
+        )
         assert "whole call" in made.attached._repr_html_()
 
 
 @pytest.mark.parametrize(
-    "name", sampled(["StableDiffusionPipeline", "StableDiffusionXLPipeline-float16"], ["StableDiffusionPipeline"], "warm")
+    "name",
+    sampled(
+        ["StableDiffusionPipeline", "StableDiffusionXLPipeline-float16"],
+        ["StableDiffusionPipeline"],
+        "warm",
+    ),
 )
-def test_a_call_of_a_kind_that_is_known_on_disk_is_not_planned_again(name: str, tmp_path: Path) -> None:
+def test_a_call_of_a_kind_that_is_known_on_disk_is_not_planned_again(
+    name: str, tmp_path: Path
+) -> None:
     lines: list[str] = []
     made = Warm(CASES[name], 0.9, ram="8G", cache=tmp_path, tell=lines.append)
     with made.attached:

@@ -31,7 +31,11 @@ def flux() -> Any:
 @pytest.fixture
 def planned_before(cached_dry_runs: Path, tmp_path: Path) -> Path:
     """A copy of `cached_dry_runs` for one test, in which outputs may be cached too."""
-    return Path(shutil.copytree(cached_dry_runs, tmp_path / "cache", ignore=shutil.ignore_patterns(".new-*")))
+    return Path(
+        shutil.copytree(
+            cached_dry_runs, tmp_path / "cache", ignore=shutil.ignore_patterns(".new-*")
+        )
+    )
 
 
 @pytest.fixture(scope="session")
@@ -69,7 +73,8 @@ def sink() -> Callable[[Path], Any]:
 
 @pytest.fixture
 def killed() -> Callable[[Callable[[], Any], int], bool]:
-    """Runs work in another process that is killed at its n-th write to disk: after the fsync, or just before or after the rename.
+    """Runs work in another process that is killed at its n-th write to disk: after the fsync, or
+    just before or after the rename.
 
     Returns whether the work was done before that.
     """
@@ -84,7 +89,8 @@ def killed() -> Callable[[Callable[[], Any], int], bool]:
 
 @pytest.fixture
 def killed_before() -> Callable[[Callable[[], Any], str], None]:
-    """Runs work in another process that is killed just before the rename to a path with the given ending."""
+    """Runs work in another process that is killed just before the rename to a path with the given
+    ending."""
 
     def run(work: Callable[[], Any], path: str) -> None:
         def prepare() -> None:

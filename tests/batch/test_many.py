@@ -1,4 +1,5 @@
-"""Lists of requests: the schedule that is predicted fastest, with the bits of single runs; equal work is done once."""
+"""Lists of requests: the schedule that is predicted fastest, with the bits of single runs; equal
+work is done once."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ SMALL = {"height": 32, "width": 32, "steps": 3, "max_sequence_length": 16}
 
 def encoders(batch: Any) -> int:
     """Bytes of text encoders that were copied to the device."""
-    events = [event for _, _, trace in batch.traces for event in trace.events if event.kind in ("load", "stream")]
+    events = [
+        event
+        for _, _, trace in batch.traces
+        for event in trace.events
+        if event.kind in ("load", "stream")
+    ]
     return sum(event.nbytes for event in events if "text_encoder" in event.component)
 
 
@@ -46,23 +52,35 @@ def test_every_request_has_the_bits_of_its_own_run_and_a_prompt_is_encoded_once(
     assert found.moved_bytes < len(REQUESTS) * single.moved_bytes
     assert found.seconds < len(REQUESTS) * single.seconds
     assert found.seconds == pytest.approx(found.schedules[0].seconds, rel=0.02)
-    assert encoders(found) <= sum(c.weight_bytes() for c in problem.components if "text_encoder" in c.name)
+    assert encoders(found) <= sum(
+        c.weight_bytes() for c in problem.components if "text_encoder" in c.name
+    )
 
 
 def test_on_two_devices_every_request_has_the_bits_of_one(batch: Any) -> None:
     single, found = batch(REQUESTS[:2]), batch(REQUESTS[:2], vram="3M,6M")
-    assert all(found.outputs[n]["image"].tobytes() == single.outputs[n]["image"].tobytes() for n in (1, 2))
+    assert all(
+        found.outputs[n]["image"].tobytes() == single.outputs[n]["image"].tobytes() for n in (1, 2)
+    )
     slots = [slot for _, _, trace in found.traces for slot in trace.slots]
     assert max(slot.peak_bytes for slot in slots) <= 3 * MIB
     assert 0 < max(slot.helper_peaks[0] for slot in slots) <= 6 * MIB
 
 
-def test_a_batch_that_finds_cached_embeddings_loads_no_encoder(batch: Any, planned_before: Path) -> None:
+def test_a_batch_that_finds_cached_embeddings_loads_no_encoder(
+    batch: Any, planned_before: Path
+) -> None:
     first = batch(REQUESTS[:2], cache=planned_before, reuse="encoded")
     assert encoders(first) > 0
-    again = batch([{"prompt": "prompt 0", "seed": 9}, REQUESTS[0]], cache=planned_before, reuse="encoded")
+    again = batch(
+        [{"prompt": "prompt 0", "seed": 9}, REQUESTS[0]], cache=planned_before, reuse="encoded"
+    )
     assert encoders(again) == 0
-    planned = {component.name for segment in again.schedules[0].segments for component in segment.solution.problem.components}
+    planned = {
+        component.name
+        for segment in again.schedules[0].segments
+        for component in segment.solution.problem.components
+    }
     assert planned == {"transformer", "vae"}
     assert again.outputs[2]["image"].tobytes() == first.outputs[1]["image"].tobytes()
 
@@ -98,10 +116,21 @@ class FailsIn(Watcher):
 
 
 @pytest.mark.parametrize(
-    ("run", "failed"), [(1, [1, 3]), *(pytest.param(*of, marks=pytest.mark.sweep("faults")) for of in ((3, [1]), (8, [2])))]
+    ("run", "failed"),
+    [
+        (1, [1, 3]),
+        *(pytest.param(*of, marks=pytest.mark.sweep("faults")) for of in ((3, [1]), (8, [2]))),
+    ],
 )
-def test_a_request_whose_run_fails_is_reported_and_the_others_run(batch: Any, run: int, failed: list[int], tmp_path: Path) -> None:
-    requests = [{"prompt": "a", "seed": 1}, {"prompt": "b", "seed": 2}, {"prompt": "a", "seed": 3}, {"prompt": "b", "seed": 4}]
+def test_a_request_whose_run_fails_is_reported_and_the_others_run(
+    batch: Any, run: int, failed: list[int], tmp_path: Path
+) -> None:
+    requests = [
+        {"prompt": "a", "seed": 1},
+        {"prompt": "b", "seed": 2},
+        {"prompt": "a", "seed": 3},
+        {"prompt": "b", "seed": 4},
+    ]
     watcher = FailsIn(run)
     found = batch(requests, watcher=watcher, resume=tmp_path)
     assert [schedule.name for schedule in found.schedules] == ["stage by stage"]
@@ -116,7 +145,9 @@ def test_a_request_whose_run_fails_is_reported_and_the_others_run(batch: Any, ru
 
 def test_loops_that_would_restart_are_named_with_the_reason(flux: Any) -> None:
     assert restarting_loops(flux) == []
-    ((stage, why),) = restarting_loops(replace(flux, pipeline="diffusers.StableCascadeDecoderPipeline"))
+    ((stage, why),) = restarting_loops(
+        replace(flux, pipeline="diffusers.StableCascadeDecoderPipeline")
+    )
     assert stage == "denoise"
     assert "loops over timesteps" in why
 
@@ -133,28 +164,45 @@ def plan(cached_dry_runs: Path) -> Any:
     return functools.partial(graphrun.plan, cache=cached_dry_runs)
 
 
-def test_the_schedule_with_the_least_predicted_time_comes_first(flux: Any, problem: Problem, plan: Any) -> None:
+def test_the_schedule_with_the_least_predicted_time_comes_first(
+    flux: Any, problem: Problem, plan: Any
+) -> None:
     counts = {"encode": 8, "denoise": 8, "decode": 8}
     found = schedules(flux, problem, counts, 8, plan)
-    assert [len(schedule.segments) for schedule in sorted(found, key=lambda schedule: len(schedule.segments))] == [1, 2, 2, 3]
-    assert [schedule.seconds for schedule in found] == sorted(schedule.seconds for schedule in found)
+    assert [
+        len(schedule.segments)
+        for schedule in sorted(found, key=lambda schedule: len(schedule.segments))
+    ] == [1, 2, 2, 3]
+    assert [schedule.seconds for schedule in found] == sorted(
+        schedule.seconds for schedule in found
+    )
     staged = next(schedule for schedule in found if schedule.name == "stage by stage")
     whole = next(schedule for schedule in found if schedule.name == "request by request")
     assert staged.moved_bytes < whole.moved_bytes
     assert staged.group == 8
     encoded = schedules(flux, problem, {**counts, "encode": 0}, 8, plan)
-    assert all("encode" not in segment.stages for schedule in encoded for segment in schedule.segments)
+    assert all(
+        "encode" not in segment.stages for schedule in encoded for segment in schedule.segments
+    )
 
 
 def test_groups_are_as_large_as_ram_and_disk_allow(flux: Any, problem: Problem, plan: Any) -> None:
     def staged(of: Problem) -> Any:
         counts = {"encode": 8, "denoise": 8, "decode": 8}
-        return next(schedule for schedule in schedules(flux, of, counts, 8, plan) if schedule.name == "stage by stage")
+        return next(
+            schedule
+            for schedule in schedules(flux, of, counts, 8, plan)
+            if schedule.name == "stage by stage"
+        )
 
     ample = staged(problem)
     assert ample.group == 8
     each = ample.waiting_bytes // 8
-    tight = staged(replace(problem, ram_bytes=problem.ram_bytes - ample.room_bytes + 3 * each, disk_bytes=2 * each))
+    tight = staged(
+        replace(
+            problem, ram_bytes=problem.ram_bytes - ample.room_bytes + 3 * each, disk_bytes=2 * each
+        )
+    )
     assert tight.group == 5
     assert tight.waiting_bytes == 5 * each
     assert tight.seconds > ample.seconds, "weights are loaded for each group"
@@ -174,7 +222,9 @@ def test_values_beyond_their_ram_wait_on_disk() -> None:
         assert not values.has(2, "encode.embeds")
 
 
-def test_memory_that_vanishes_during_a_request_has_its_remainder_planned_again(batch: Any, flux: Any, problem: Problem) -> None:
+def test_memory_that_vanishes_during_a_request_has_its_remainder_planned_again(
+    batch: Any, flux: Any, problem: Problem
+) -> None:
     modules = {name: build(component, flux) for name, component in flux.components.items()}
     device, calls, lines = open_device(problem), list[int](), list[str]()
     least = smallest_budget(problem) + 200_000
@@ -191,11 +241,19 @@ def test_memory_that_vanishes_during_a_request_has_its_remainder_planned_again(b
     expected = batch(REQUESTS[:2], modules=modules)
     hook = modules["transformer"].register_forward_pre_hook(shrink)
     try:
-        found = batch([*REQUESTS[:2], REQUESTS[0] | {"seed": 5}], modules=modules, device=device, watcher=Listener())
+        found = batch(
+            [*REQUESTS[:2], REQUESTS[0] | {"seed": 5}],
+            modules=modules,
+            device=device,
+            watcher=Listener(),
+        )
     finally:
         hook.remove()
     for number in (1, 2):
-        assert np.array_equal(np.asarray(found.outputs[number]["image"]), np.asarray(expected.outputs[number]["image"]))
+        assert np.array_equal(
+            np.asarray(found.outputs[number]["image"]),
+            np.asarray(expected.outputs[number]["image"]),
+        )
     assert found.outputs.keys() == {1, 2, 3}, "later requests run too, in the memory that is left"
     assert lines[0].endswith("continuing from denoise, after step 1 of 3")
     assert len(calls) == 3 * 3 + 1, "one step is taken twice"

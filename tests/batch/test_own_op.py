@@ -1,4 +1,5 @@
-"""An op of one's own, with a component: planned, streamed, killed, resumed and cached like those of graphrun."""
+"""An op of one's own, with a component: planned, streamed, killed, resumed and cached like those of
+graphrun."""
 
 from __future__ import annotations
 
@@ -121,17 +122,28 @@ def test_it_is_streamed_under_a_tight_budget_killed_and_resumed_with_equal_pictu
     graph = loaded()
     budget = {"vram": "1330K", "ram": "8G", "hardware": "sim", "cache": tmp_path / "cache"}
     plan = graphrun.plan(graphrun.estimate(graph, **budget)).plan
-    assert any(isinstance(action, Stream) for slot in plan.slots for action in slot.actions), "the budget is not tight"
+    assert any(isinstance(action, Stream) for slot in plan.slots for action in slot.actions), (
+        "the budget is not tight"
+    )
     requests = [{"image": PICTURE}, {"image": PICTURE.rotate(90)}, {"image": PICTURE}]
 
     def work() -> Any:
-        return graphrun.run_many(graph, requests, sink=sink(tmp_path / "out"), resume=tmp_path / "state", reuse="none", **budget)
+        return graphrun.run_many(
+            graph,
+            requests,
+            sink=sink(tmp_path / "out"),
+            resume=tmp_path / "state",
+            reuse="none",
+            **budget,
+        )
 
     assert not killed(work, 9)
     work()
     assert work().done_before == (1, 2, 3)
     for number, request in enumerate(requests, 1):
-        assert Image.open(tmp_path / "out" / f"{number}.png").tobytes() == by_hand(graph, request["image"])
+        assert Image.open(tmp_path / "out" / f"{number}.png").tobytes() == by_hand(
+            graph, request["image"]
+        )
 
 
 def test_its_code_is_in_the_keys_of_what_is_cached(loaded: Any, mine: Path) -> None:
@@ -139,7 +151,10 @@ def test_its_code_is_in_the_keys_of_what_is_cached(loaded: Any, mine: Path) -> N
     inputs = graph.for_planning({})
 
     def keys() -> list[str | None]:
-        return [trace_key(graph, inputs), Keys(graph, inputs, "sim", lambda path: digest_of(str(path))).key("encode")]
+        return [
+            trace_key(graph, inputs),
+            Keys(graph, inputs, "sim", lambda path: digest_of(str(path))).key("encode"),
+        ]
 
     first = keys()
     assert None not in first
@@ -153,26 +168,67 @@ def test_a_file_alone_names_no_function(loaded: Any) -> None:
     with pytest.raises(GraphError, match=said):
         loaded(trust=())
     graph = loaded("mine:encode", "diffusers.utils:logging")
-    with pytest.raises(GraphError, match=r"sharp.yaml:11: diffusers.utils:logging is a function, .*--trust-package diffusers"):
+    with pytest.raises(
+        GraphError,
+        match=r"sharp.yaml:11: diffusers.utils:logging is a function, .*--trust-package diffusers",
+    ):
         probe(graph, graph.for_planning({}))
 
 
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("mine:sharpen", "mine:sharpens", r"mine:sharpens is not in .*mine.py; did you mean 'sharpen'"),
+        (
+            "mine:sharpen",
+            "mine:sharpens",
+            r"mine:sharpens is not in .*mine.py; did you mean 'sharpen'",
+        ),
         ("mine:sharpen", "mine:private", r"mine:private is no op: put @graphrun.op\(\) above it"),
-        ("mine:sharpen", "mine.none:sharpen", r"mine.none:sharpen cannot be imported: ModuleNotFoundError"),
-        ("amount: 0.5", "amuont: 0.5", r"with.amuont: mine:sharpen has no parameter 'amuont'; did you mean 'amount'"),
-        ("uses: [vae], with: {latents", "with: {latents", r"mine:sharpen needs vae: values belong to with:, components to uses:"),
-        ("amount: 0.5", "amount: high", r"amount: mine:sharpen takes float \| None, and it is a str"),
-        ("$sharpen.image", "$sharpen.picture", r"mine:sharpen returns no picture; known are 'image'"),
-        ("mine:sharpen", "mine:spoil", r"mine:spoil changes latents in place.*@graphrun.op\(changes=\['latents'\]\)"),
-        ("mine:sharpen", "mine:fails", r"mine:fails fails: RuntimeError: out of DDIMSchedulers \(mine.py:35\)"),
-        ("mine:sharpen", "mine:forgets", r"mine:forgets returns a AutoencoderKL: return its outputs by name"),
+        (
+            "mine:sharpen",
+            "mine.none:sharpen",
+            r"mine.none:sharpen cannot be imported: ModuleNotFoundError",
+        ),
+        (
+            "amount: 0.5",
+            "amuont: 0.5",
+            r"with.amuont: mine:sharpen has no parameter 'amuont'; did you mean 'amount'",
+        ),
+        (
+            "uses: [vae], with: {latents",
+            "with: {latents",
+            r"mine:sharpen needs vae: values belong to with:, components to uses:",
+        ),
+        (
+            "amount: 0.5",
+            "amount: high",
+            r"amount: mine:sharpen takes float \| None, and it is a str",
+        ),
+        (
+            "$sharpen.image",
+            "$sharpen.picture",
+            r"mine:sharpen returns no picture; known are 'image'",
+        ),
+        (
+            "mine:sharpen",
+            "mine:spoil",
+            r"mine:spoil changes latents in place.*@graphrun.op\(changes=\['latents'\]\)",
+        ),
+        (
+            "mine:sharpen",
+            "mine:fails",
+            r"mine:fails fails: RuntimeError: out of DDIMSchedulers \(mine.py:35\)",
+        ),
+        (
+            "mine:sharpen",
+            "mine:forgets",
+            r"mine:forgets returns a AutoencoderKL: return its outputs by name",
+        ),
     ],
 )
-def test_what_is_wrong_with_it_is_said_with_file_and_line_when_it_is_planned(loaded: Any, old: str, new: str, said: str) -> None:
+def test_what_is_wrong_with_it_is_said_with_file_and_line_when_it_is_planned(
+    loaded: Any, old: str, new: str, said: str
+) -> None:
     text = GRAPH.replace(old, new)
     if new.startswith("mine:"):
         text = text.replace(", amount: 0.5", "")
@@ -187,7 +243,9 @@ def test_it_may_change_a_copy_of_what_it_declares(loaded: Any) -> None:
     double = '  double: {op: "mine:double", uses: [vae], with: {latents: $encode.latents}}'
     graph = loaded(
         GRAPH,
-        GRAPH.replace("  sharpen:", f"{double}\n  sharpen:").replace("$sharpen.image}", "$sharpen.image, double: $double.image}"),
+        GRAPH.replace("  sharpen:", f"{double}\n  sharpen:").replace(
+            "$sharpen.image}", "$sharpen.image, double: $double.image}"
+        ),
     )
     problem = graphrun.estimate(graph, vram="64M", ram="8G", hardware="sim")
     made = graphrun.run(graphrun.plan(problem), graph, {"image": PICTURE}).outputs

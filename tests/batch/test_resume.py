@@ -1,4 +1,5 @@
-"""A batch that is killed at any moment resumes, and ends like one that was not: every request once, with the same bits."""
+"""A batch that is killed at any moment resumes, and ends like one that was not: every request once,
+with the same bits."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ from graphrun.batch.watch import Watcher
 from graphrun.errors import InputError
 
 GRAPHS = Path(__file__).parent.parent.parent / "graphs"
-SMALL: dict[str, dict[str, Any]] = {"flux-tiny": {"height": 32, "width": 32, "max_sequence_length": 16}, "wan-tiny": {}}
+SMALL: dict[str, dict[str, Any]] = {
+    "flux-tiny": {"height": 32, "width": 32, "max_sequence_length": 16},
+    "wan-tiny": {},
+}
 
 # The third has the first's prompt, which is encoded once.
 REQUESTS = [{"prompt": "a", "seed": 1}, {"prompt": "b", "seed": 2}, {"prompt": "a", "seed": 3}]
@@ -81,20 +85,30 @@ def interrupted(batch: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("name", ["flux-tiny", "wan-tiny"])
-def test_it_resumes_after_the_last_step(batch: Any, interrupted: Any, name: str, tmp_path: Path) -> None:
+def test_it_resumes_after_the_last_step(
+    batch: Any, interrupted: Any, name: str, tmp_path: Path
+) -> None:
     graph = graphrun.load(GRAPHS / f"{name}.yaml")
     common = {"common": {**SMALL[name], "steps": 3}, "graph": graph}
     expected = batch(REQUESTS[:1], **common)
     interrupted(REQUESTS[:1], resume=tmp_path / "state", **common)
     resumed = batch(REQUESTS[:1], resume=tmp_path / "state", **common)
-    (steps,) = [sum(slot.calls for slot in trace.slots) for stages, _, trace in expected.traces if "denoise" in stages]
+    (steps,) = [
+        sum(slot.calls for slot in trace.slots)
+        for stages, _, trace in expected.traces
+        if "denoise" in stages
+    ]
     calls = {stages: sum(slot.calls for slot in trace.slots) for stages, _, trace in resumed.traces}
     assert calls[("denoise",)] * 3 <= steps, "one step of three is left"
     assert list(calls) == [("denoise",), ("decode",)], "and no prompt is encoded"
-    assert np.array_equal(np.asarray(resumed.outputs[1]["image"]), np.asarray(expected.outputs[1]["image"]))
+    assert np.array_equal(
+        np.asarray(resumed.outputs[1]["image"]), np.asarray(expected.outputs[1]["image"])
+    )
 
 
-def test_a_loop_whose_state_does_not_fit_restarts_and_says_so(batch: Any, interrupted: Any, tmp_path: Path) -> None:
+def test_a_loop_whose_state_does_not_fit_restarts_and_says_so(
+    batch: Any, interrupted: Any, tmp_path: Path
+) -> None:
     restarts = []
 
     class Listener(Watcher):
@@ -120,7 +134,11 @@ def test_another_graph_is_refused_with_what_changed(batch: Any, flux: Any, tmp_p
     batch(REQUESTS[:1], resume=state)
     vae = replace(flux.components["vae"], seed=5)
     with pytest.raises(InputError, match=r"components.vae: weights: was .*, is "):
-        batch(REQUESTS[:1], graph=replace(flux, components={**flux.components, "vae": vae}), resume=state)
+        batch(
+            REQUESTS[:1],
+            graph=replace(flux, components={**flux.components, "vae": vae}),
+            resume=state,
+        )
     with pytest.raises(InputError, match=r"inputs of request 1: was .*'a'.*, is .*'c'"):
         batch([{"prompt": "c", "seed": 1}], resume=state)
     more = batch([REQUESTS[0], REQUESTS[1]], resume=state)
@@ -141,11 +159,15 @@ def test_a_state_of_an_older_form_is_refused_with_what_to_do(tmp_path: Path) -> 
     journal = Journal(tmp_path)
     journal.request(1).keep("encode", {"embeds": {"n": 3}})
     (tmp_path / "facts.json").write_text("{}")
-    with pytest.raises(InputError, match=r"has no readable dependencies\.json; remove the folder to start over"):
+    with pytest.raises(
+        InputError, match=r"has no readable dependencies\.json; remove the folder to start over"
+    ):
         journal.require({"device": "sim"})
 
 
-def test_a_folder_that_cannot_be_written_is_said_before_anything_runs(batch: Any, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_said_before_anything_runs(
+    batch: Any, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="resume state cannot be written"):
         batch(REQUESTS[:1], resume=tmp_path / "file" / "state")

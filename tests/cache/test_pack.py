@@ -16,7 +16,12 @@ from graphrun.errors import InputError
 def test_nested_values_come_back_bit_for_bit() -> None:
     tensor = torch.randn(3, 4).to(torch.bfloat16)
     value = {
-        "embeds": {"a": tensor, "again": tensor, "view": tensor[:, 1:3].t(), "ids": torch.arange(3)},
+        "embeds": {
+            "a": tensor,
+            "again": tensor,
+            "view": tensor[:, 1:3].t(),
+            "ids": torch.arange(3),
+        },
         "list": [1, 2.5, None, True, "text", (torch.zeros(0), 0.1)],
         "dtype": torch.bfloat16,
         "number": np.float64(2.5),
@@ -39,7 +44,9 @@ def test_nested_values_come_back_bit_for_bit() -> None:
 def test_the_order_of_dimensions_in_memory_comes_back() -> None:
     """Kernels are chosen by it, and round differently."""
     pixels = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)
-    found = unpack(pack({"half": pixels[:, :4], "whole": torch.randn(3, 1, 2), "number": torch.tensor(1.0)}))
+    found = unpack(
+        pack({"half": pixels[:, :4], "whole": torch.randn(3, 1, 2), "number": torch.tensor(1.0)})
+    )
     assert torch.equal(found["half"], pixels[:, :4])
     assert found["half"].is_contiguous(memory_format=torch.channels_last)
     assert found["whole"].is_contiguous()
@@ -51,7 +58,10 @@ def test_what_has_no_form_is_named() -> None:
         pack({"rng": torch.Generator()})
 
 
-@pytest.mark.parametrize("data", [b"", b"not safetensors at all", pickle.dumps({"embeds": 1}), pack({"a": torch.ones(4)})[:-3]])
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"not safetensors at all", pickle.dumps({"embeds": 1}), pack({"a": torch.ones(4)})[:-3]],
+)
 def test_anything_else_is_refused_without_running_it(data: bytes) -> None:
     with pytest.raises(InputError, match="is not a saved value"):
         unpack(data)

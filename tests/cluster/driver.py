@@ -1,4 +1,5 @@
-"""Runs a batch on a Ray that runs already, and says each run: ``driver.py ADDRESS FOLDER CACHE ITEMS``. To be killed."""
+"""Runs a batch on a Ray that runs already, and says each run: ``driver.py ADDRESS FOLDER CACHE
+ITEMS``. To be killed."""
 
 import sys
 from pathlib import Path
@@ -27,5 +28,16 @@ def sink(request: Any, outputs: Any) -> list[Path]:
 
 graph = graphrun.load(GRAPH)
 placement = placed(graph, items, cache)
-with joined(cluster_of(address=address)) as ray, Actors(ray, segments_of(graph, placement), placement) as crew:
-    ran_by(graph, placement, crew, requests(items), journal=Journal(folder / "state"), watcher=Tells(), sink=sink)
+with (
+    joined(cluster_of(address=address)) as ray,
+    Actors(ray, segments_of(graph, placement), placement) as crew,
+):
+    ran_by(
+        graph,
+        placement,
+        crew,
+        requests(items),
+        journal=Journal(folder / "state"),
+        watcher=Tells(),
+        sink=sink,
+    )

@@ -1,4 +1,5 @@
-"""The small FLUX at its smallest on three simulated devices of two hosts, and a crew in one process."""
+"""The small FLUX at its smallest on three simulated devices of two hosts, and a crew in one
+process."""
 
 from __future__ import annotations
 
@@ -34,11 +35,19 @@ def requests(count: int) -> list[dict[str, Any]]:
     return [{"prompt": f"prompt {number}", "seed": number} for number in range(count)]
 
 
-def cluster_of(count: int = 3, rate: float = 1e9, card: Hardware | None = None, **more: Any) -> Cluster:
-    """``count`` simulated devices, the last on a host of its own, linked at ``rate`` bytes per second."""
+def cluster_of(
+    count: int = 3, rate: float = 1e9, card: Hardware | None = None, **more: Any
+) -> Cluster:
+    """``count`` simulated devices, the last on a host of its own, linked at ``rate`` bytes per
+    second."""
     card = card or hardware("sim", None)
-    devices = [Device("a" if number < count - 1 else "b", number, card, 6 << 20, f"sim:{number}") for number in range(count)]
-    hosts = [Host(name, 8 << 30, None, tuple(of for of in devices if of.host == name)) for name in "ab"]
+    devices = [
+        Device("a" if number < count - 1 else "b", number, card, 6 << 20, f"sim:{number}")
+        for number in range(count)
+    ]
+    hosts = [
+        Host(name, 8 << 30, None, tuple(of for of in devices if of.host == name)) for name in "ab"
+    ]
     return Cluster(tuple(hosts), (Link(("a", "b"), rate, 1e-4),), **more)
 
 
@@ -50,24 +59,39 @@ def placed(
     cluster: Cluster | None = None,
     together: Sequence[int] = (),
 ) -> Placement:
-    """The devices of ``cluster`` in turn with the stages of ``held``: one each, or as many as ``together`` says. Several have
-    budgets that do not hold the transformer."""
+    """The devices of ``cluster`` in turn with the stages of ``held``: one each, or as many as
+    ``together`` says. Several have budgets that do not hold the transformer."""
     counts = together or [1] * len(held)
     cluster = cluster or cluster_of(sum(counts))
-    stages, assignments, free = tuple(stage.name for stage in graph.stages), [], iter(cluster.devices)
+    stages, assignments, free = (
+        tuple(stage.name for stage in graph.stages),
+        [],
+        iter(cluster.devices),
+    )
     for count, own in zip(counts, held, strict=True):
         devices = [next(free) for _ in range(count)]
-        budget = {**BUDGET, "vram": [TOGETHER if count > 1 else BUDGET["vram"]] * count, "hardware": devices[0].hardware}
+        budget = {
+            **BUDGET,
+            "vram": [TOGETHER if count > 1 else BUDGET["vram"]] * count,
+            "hardware": devices[0].hardware,
+        }
         problem = graphrun.estimate(graph, inputs=SMALL, cache=cache, runs=items, **budget)
         solution = graphrun.plan(segment_of(graph, problem, own, items)[1], cache=cache)
-        assignments.append(Assignment(devices[0], column_of(stages, problem.values, solution), tuple(devices[1:])))
-    return with_figures(Placement("throughput", items, stages, problem.values, cluster, tuple(assignments)))
+        assignments.append(
+            Assignment(devices[0], column_of(stages, problem.values, solution), tuple(devices[1:]))
+        )
+    return with_figures(
+        Placement("throughput", items, stages, problem.values, cluster, tuple(assignments))
+    )
 
 
 class Here:
-    """A crew in this process. ``before(worker, run)`` is called before each run, and may lose values of `kept`."""
+    """A crew in this process. ``before(worker, run)`` is called before each run, and may lose
+    values of `kept`."""
 
-    def __init__(self, graph: Any, placement: Placement, before: Callable[[Here, int], None] | None = None) -> None:
+    def __init__(
+        self, graph: Any, placement: Placement, before: Callable[[Here, int], None] | None = None
+    ) -> None:
         self.kept: dict[int, bytes] = {}
         self.of = defaultdict[int, int](int)  # ticket -> worker
         self.ran: list[int] = []
@@ -89,7 +113,10 @@ class Here:
         self.ran.append(worker)
         if self._before is not None:
             self._before(self, len(self.ran))
-        own = [of._replace(values=[lambda number=number: self._value(number) for number in of.values]) for of in visits]
+        own = [
+            of._replace(values=[lambda number=number: self._value(number) for number in of.values])
+            for of in visits
+        ]
         made, report = self.workers[worker].run(own)
         self._made[ticket := self.answer(report)] = [self._keep(of) for of in made]
         self.of[ticket] = worker
@@ -126,7 +153,8 @@ class Here:
 
 
 class Losing:
-    """A crew that runs nothing: a run takes some seconds, and each value is lost with some chance whenever a run begins."""
+    """A crew that runs nothing: a run takes some seconds, and each value is lost with some chance
+    whenever a run begins."""
 
     def __init__(self, seed: int, share: float) -> None:
         self._chance, self._share = random.Random(seed), share
@@ -139,11 +167,16 @@ class Losing:
 
     def begin(self, worker: int, visits: Sequence[Visit]) -> int:
         lost = tuple(
-            (at, number) for at, of in enumerate(visits) for number, value in enumerate(of.values) if value not in self._kept
+            (at, number)
+            for at, of in enumerate(visits)
+            for number, value in enumerate(of.values)
+            if value not in self._kept
         )
         self._made[ticket := self.keep({})] = [self.keep({}) for _ in visits]
         self.most = max(self.most, len(visits))
-        self._reports[ticket] = Report(lost=lost) if lost else Report(self._chance.uniform(0.5, 2.0))
+        self._reports[ticket] = (
+            Report(lost=lost) if lost else Report(self._chance.uniform(0.5, 2.0))
+        )
         self._kept = {value for value in self._kept if self._chance.random() >= self._share}
         return ticket
 
@@ -167,13 +200,25 @@ class Losing:
         return defaultdict(int)
 
 
-def ran_by(graph: Any, placement: Placement, crew: Any, requests: Sequence[Any], **more: Any) -> Batch:
-    """The batch of ``requests`` that ``crew`` ran by ``placement``; ``more``: fields of the context."""
+def ran_by(
+    graph: Any, placement: Placement, crew: Any, requests: Sequence[Any], **more: Any
+) -> Batch:
+    """The batch of ``requests`` that ``crew`` ran by ``placement``; ``more``: fields of the
+    context."""
 
     def elsewhere(*of: Any) -> None:
         Flow(*of, placement, crew).run()
 
-    given = {"reuse": None, "journal": None, "sink": None, "watcher": Watcher(), "strict": False, **more}
+    given = {
+        "reuse": None,
+        "journal": None,
+        "sink": None,
+        "watcher": Watcher(),
+        "strict": False,
+        **more,
+    }
     nowhere: Any = None
-    context = BatchContext(nowhere, nowhere, "sim sim", modules=None, device=None, elsewhere=elsewhere, **given)
+    context = BatchContext(
+        nowhere, nowhere, "sim sim", modules=None, device=None, elsewhere=elsewhere, **given
+    )
     return run_requests(graph, resolved(requests_from(requests), graph, SMALL), context)

@@ -1,8 +1,9 @@
-"""Random clusters and prices in pure numbers, and the best assignments of devices by trying all: the judge of the master program.
+"""Random clusters and prices in pure numbers, and the best assignments of devices by trying all:
+the judge of the master program.
 
-The judge takes the rate of assignments as the least cut between the first and the last stage, over every set of boundaries, and the
-latency of every chain of distinct devices as it is defined. A few devices of a host may
-hold a column together, any of them as the main one.
+The judge takes the rate of assignments as the least cut between the first and the last stage, over
+every set of boundaries, and the latency of every chain of distinct devices as it is defined. A few
+devices of a host may hold a column together, any of them as the main one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Unit = tuple[Device, ...]  # devices that hold a column, the main one first
 
 @dataclass(frozen=True)
 class Case:
-    """A cluster, and prices: seconds of each stage by hardware, weights in bytes, and seconds to stream all weights."""
+    """A cluster, and prices: seconds of each stage by hardware, weights in bytes, and seconds to
+    stream all weights."""
 
     cluster: Cluster
     stages: tuple[str, ...]
@@ -36,18 +38,27 @@ class Case:
     together: int = 2  # devices in one column, at most
 
     def price(self, kind: Kind, stages: tuple[str, ...], share: float) -> Column | None:
-        """More seconds with less RAM, and none below a third of the weights. Of several devices one computes after the
-        other, each stage on the fastest one, for a tenth of its seconds more than as the main one, and all hold weights."""
-        weights, names = sum(self.weights[stage] for stage in stages), [of.hardware.name for of in kind.members]
+        """More seconds with less RAM, and none below a third of the weights. Of several devices one
+        computes after the other, each stage on the fastest one, for a tenth of its seconds more
+        than as the main one, and all hold weights."""
+        weights, names = (
+            sum(self.weights[stage] for stage in stages),
+            [of.hardware.name for of in kind.members],
+        )
         vram_bytes = sum(of.vram_bytes for of in kind.members)
         ram = min(weights, int(share * kind.ram_bytes))
-        pinned = ram // 2 if kind.pinned_bytes is None else min(ram // 2, int(share * kind.pinned_bytes))
+        pinned = (
+            ram // 2 if kind.pinned_bytes is None else min(ram // 2, int(share * kind.pinned_bytes))
+        )
         if 3 * ram < weights or weights > 40 * vram_bytes:
             return None
         name = kind.hardware.name
         crowded = max(0.0, weights / vram_bytes - 1) * self.stream[name]
         missing = (2 - ram / weights - pinned / max(1, ram // 2)) * self.stream[name]
-        computing = (min(self.compute[of, stage] * (1.1 if at else 1.0) for at, of in enumerate(names)) for stage in stages)
+        computing = (
+            min(self.compute[of, stage] * (1.1 if at else 1.0) for at, of in enumerate(names))
+            for stage in stages
+        )
         steady = sum(computing) + crowded + missing
         ahead = weights / 100
         return Column(stages, ahead + steady * 1.25, ahead, steady, ram, pinned)
@@ -56,28 +67,55 @@ class Case:
         return min(self.compute[of.hardware.name, stage] for of in kind.members)
 
     def pricing(self, *, cold: bool = False, apart: bool = False) -> Pricing:
-        return Pricing(self.stages, self.price, self.least, cold=cold, together=self.together, apart=apart, values=self.values)
+        return Pricing(
+            self.stages,
+            self.price,
+            self.least,
+            cold=cold,
+            together=self.together,
+            apart=apart,
+            values=self.values,
+        )
 
-    def placement(self, objective: Objective, assignments: tuple[Assignment, ...], items: int = 100) -> Placement:
+    def placement(
+        self, objective: Objective, assignments: tuple[Assignment, ...], items: int = 100
+    ) -> Placement:
         return Placement(objective, items, self.stages, self.values, self.cluster, assignments)
 
     def columns(self, kind: Kind, *, apart: bool = False) -> list[Column]:
-        """Every column of ``kind``: consecutive stages, or with ``apart`` any that share no value but with the next one, on one
-        device; shares of the host's memory."""
-        held = (own for count in range(len(self.stages)) for own in combinations(self.stages, count + 1))
-        able = [own for own in held if len(self.parts(own)) == 1 or (apart and not kind.helpers and self._separate(own))]
+        """Every column of ``kind``: consecutive stages, or with ``apart`` any that share no value
+        but with the next one, on one device; shares of the host's memory."""
+        held = (
+            own for count in range(len(self.stages)) for own in combinations(self.stages, count + 1)
+        )
+        able = [
+            own
+            for own in held
+            if len(self.parts(own)) == 1 or (apart and not kind.helpers and self._separate(own))
+        ]
         priced = (self.price(kind, own, share) for own in able for share in SHARES)
         return list(dict.fromkeys(column for column in priced if column is not None))
 
     def parts(self, own: tuple[str, ...]) -> list[tuple[int, int]]:
         """Of ``own`` stages: where each stretch of them begins and ends."""
         numbers = [self.stages.index(stage) for stage in own]
-        cuts = [0, *(at for at in range(1, len(numbers)) if numbers[at] != numbers[at - 1] + 1), len(numbers)]
+        cuts = [
+            0,
+            *(at for at in range(1, len(numbers)) if numbers[at] != numbers[at - 1] + 1),
+            len(numbers),
+        ]
         return [(numbers[a], numbers[b - 1] + 1) for a, b in pairwise(cuts)]
 
     def _separate(self, own: tuple[str, ...]) -> bool:
-        number = {stage: at for at, span in enumerate(self.parts(own)) for stage in self.stages[slice(*span)]}
-        return all(len({number[stage] for stage in (of.producer, *of.consumers) if stage in number}) < 2 for of in self.values)
+        number = {
+            stage: at
+            for at, span in enumerate(self.parts(own))
+            for stage in self.stages[slice(*span)]
+        }
+        return all(
+            len({number[stage] for stage in (of.producer, *of.consumers) if stage in number}) < 2
+            for of in self.values
+        )
 
 
 def random_case(number: int, most_devices: int = 4, most_stages: int = 4) -> Case:
@@ -93,22 +131,59 @@ def random_case(number: int, most_devices: int = 4, most_stages: int = 4) -> Cas
         devices = [Device(name, n, *kinds[draw.choice(names)], f"sim:{n}") for n in range(count)]
         ram = draw.choice((60, 100, 200, 1000))
         hosts.append(Host(name, ram, draw.choice((None, ram // 2)), tuple(devices)))
-    links = (Link(tuple(host.name for host in hosts), draw.choice((1e9, 40.0)), draw.choice((0.0, 0.3))),) if len(hosts) > 1 else ()
-    compute = {(name, stage): draw.choice((0.3, 1.0, 2.0, 5.0)) * draw.uniform(0.7, 1.4) for name in names for stage in stages}
+    links = (
+        (
+            Link(
+                tuple(host.name for host in hosts),
+                draw.choice((1e9, 40.0)),
+                draw.choice((0.0, 0.3)),
+            ),
+        )
+        if len(hosts) > 1
+        else ()
+    )
+    compute = {
+        (name, stage): draw.choice((0.3, 1.0, 2.0, 5.0)) * draw.uniform(0.7, 1.4)
+        for name in names
+        for stage in stages
+    }
     values = tuple(
-        ValueNumbers(f"{one}.x", draw.randint(1, 9), one, (other, *draw.sample(stages[-1:], draw.randint(0, 1))), 0, 0)
+        ValueNumbers(
+            f"{one}.x",
+            draw.randint(1, 9),
+            one,
+            (other, *draw.sample(stages[-1:], draw.randint(0, 1))),
+            0,
+            0,
+        )
         for one, other in pairwise(stages)
     )
     weights = {stage: draw.randint(10, 70) for stage in stages}
-    return Case(Cluster(tuple(hosts), links), stages, values, compute, weights, {name: draw.uniform(1, 6) for name in names})
+    return Case(
+        Cluster(tuple(hosts), links),
+        stages,
+        values,
+        compute,
+        weights,
+        {name: draw.uniform(1, 6) for name in names},
+    )
 
 
 def best_rate(case: Case) -> float:
-    """The most items per second of any assignment, where links limit nothing; 0 where none runs every stage."""
+    """The most items per second of any assignment, where links limit nothing; 0 where none runs
+    every stage."""
     last = len(case.stages)
     cuts = [{0, *inner} for n in range(last) for inner in combinations(range(1, last), n)]
     per_host = [
-        np.unique(np.concatenate([_flows(case, host, units, cuts) for units in _put_together(host.devices, case.together)]), axis=0)
+        np.unique(
+            np.concatenate(
+                [
+                    _flows(case, host, units, cuts)
+                    for units in _put_together(host.devices, case.together)
+                ]
+            ),
+            axis=0,
+        )
         for host in case.cluster.hosts
     ]
     total = np.zeros((1, len(cuts)))
@@ -131,20 +206,34 @@ def _put_together(devices: tuple[Device, ...], most: int) -> Iterator[tuple[Unit
 
 
 def _flows(case: Case, host: Host, units: tuple[Unit, ...], cuts: list[set[int]]) -> np.ndarray:
-    """The rates over ``cuts`` of every choice of columns for ``units`` of ``host`` that its memory allows."""
+    """The rates over ``cuts`` of every choice of columns for ``units`` of ``host`` that its memory
+    allows."""
     found = np.zeros((1, len(cuts))), np.zeros(1), np.zeros(1)
     for unit in units:
         columns = case.columns(kind_of(case, unit), apart=True)
-        crossed = [[sum(a in cut and b not in cut for a, b in case.parts(of.stages)) for cut in cuts] for of in columns]
-        rates = [[times / of.steady_seconds for times in each] for of, each in zip(columns, crossed, strict=True)]
+        crossed = [
+            [sum(a in cut and b not in cut for a, b in case.parts(of.stages)) for cut in cuts]
+            for of in columns
+        ]
+        rates = [
+            [times / of.steady_seconds for times in each]
+            for of, each in zip(columns, crossed, strict=True)
+        ]
         more = (
             np.array([[0.0] * len(cuts), *rates]),
             np.array([0, *(of.ram_bytes for of in columns)]),
             np.array([0, *(of.pinned_bytes for of in columns)]),
         )
-        flows, ram, pinned = ((a[:, None] + b[None]).reshape(-1, *a.shape[1:]) for a, b in zip(found, more, strict=True))
-        fits = (ram <= host.ram_bytes) & (pinned <= (host.pinned_bytes if host.pinned_bytes is not None else host.ram_bytes))
-        _, distinct = np.unique(np.column_stack([flows[fits], ram[fits], pinned[fits]]), axis=0, return_index=True)
+        flows, ram, pinned = (
+            (a[:, None] + b[None]).reshape(-1, *a.shape[1:])
+            for a, b in zip(found, more, strict=True)
+        )
+        fits = (ram <= host.ram_bytes) & (
+            pinned <= (host.pinned_bytes if host.pinned_bytes is not None else host.ram_bytes)
+        )
+        _, distinct = np.unique(
+            np.column_stack([flows[fits], ram[fits], pinned[fits]]), axis=0, return_index=True
+        )
         found = flows[fits][distinct], ram[fits][distinct], pinned[fits][distinct]
     return np.unique(found[0], axis=0)
 
@@ -152,7 +241,9 @@ def _flows(case: Case, host: Host, units: tuple[Unit, ...], cuts: list[set[int]]
 def kind_of(case: Case, unit: Unit) -> Kind:
     """The kind of ``unit``."""
     kinds = kinds_of(case.cluster)
-    return kinds[unit[0].name]._replace(helpers=tuple(Helper(of.hardware, of.vram_bytes) for of in unit[1:]))
+    return kinds[unit[0].name]._replace(
+        helpers=tuple(Helper(of.hardware, of.vram_bytes) for of in unit[1:])
+    )
 
 
 def best_latency(case: Case, *, cold: bool) -> float:
@@ -162,15 +253,24 @@ def best_latency(case: Case, *, cold: bool) -> float:
 
 def _latencies(case: Case, cold: bool) -> Iterator[float]:
     last, devices = len(case.stages), case.cluster.devices
-    several = [unit for count in range(1, case.together + 1) for unit in permutations(devices, count)]
-    every = {unit: case.columns(kind_of(case, unit)) for unit in several if len({of.host for of in unit}) == 1}
+    several = [
+        unit for count in range(1, case.together + 1) for unit in permutations(devices, count)
+    ]
+    every = {
+        unit: case.columns(kind_of(case, unit))
+        for unit in several
+        if len({of.host for of in unit}) == 1
+    }
     for count in range(min(last, len(devices))):
         for inner in combinations(range(1, last), count):
             parts = [case.stages[a:b] for a, b in pairwise((0, *inner, last))]
             for units in permutations(every, len(parts)):
                 if len({of.name for unit in units for of in unit}) < sum(map(len, units)):
                     continue
-                ways = [[of for of in every[unit] if of.stages == part] for unit, part in zip(units, parts, strict=True)]
+                ways = [
+                    [of for of in every[unit] if of.stages == part]
+                    for unit, part in zip(units, parts, strict=True)
+                ]
                 for columns in product(*ways):
                     mains = tuple(unit[0] for unit in units)
                     if _fit(case.cluster, mains, columns):
@@ -179,7 +279,11 @@ def _latencies(case: Case, cold: bool) -> Iterator[float]:
 
 def _fit(cluster: Cluster, devices: tuple[Device, ...], columns: tuple[Column, ...]) -> bool:
     for host in cluster.hosts:
-        own = [column for device, column in zip(devices, columns, strict=True) if device.host == host.name]
+        own = [
+            column
+            for device, column in zip(devices, columns, strict=True)
+            if device.host == host.name
+        ]
         if sum(of.ram_bytes for of in own) > host.ram_bytes:
             return False
         if host.pinned_bytes is not None and sum(of.pinned_bytes for of in own) > host.pinned_bytes:
@@ -187,17 +291,25 @@ def _fit(cluster: Cluster, devices: tuple[Device, ...], columns: tuple[Column, .
     return True
 
 
-def _latency(case: Case, devices: tuple[Device, ...], columns: tuple[Column, ...], cold: bool) -> float:
+def _latency(
+    case: Case, devices: tuple[Device, ...], columns: tuple[Column, ...], cold: bool
+) -> float:
     clock, before = 0.0, devices[0]
     for device, column in zip(devices, columns, strict=True):
         at = case.stages.index(column.stages[0])
         if device.host != before.host:
             link = case.cluster.links[0]
             place = {stage: number for number, stage in enumerate(case.stages)}
-            nbytes = sum(of.nbytes for of in case.values if place[of.producer] < at <= max(place[stage] for stage in of.consumers))
+            nbytes = sum(
+                of.nbytes
+                for of in case.values
+                if place[of.producer] < at <= max(place[stage] for stage in of.consumers)
+            )
             clock += link.seconds + nbytes / link.bytes_per_second
         clock = (
-            max(clock, column.ahead_seconds) + column.cold_seconds - column.ahead_seconds if cold else clock + column.steady_seconds
+            max(clock, column.ahead_seconds) + column.cold_seconds - column.ahead_seconds
+            if cold
+            else clock + column.steady_seconds
         )
         before = device
     return clock

@@ -1,4 +1,5 @@
-"""Items on the devices of a placement, in one process: bits, order and times; what is lost is made again."""
+"""Items on the devices of a placement, in one process: bits, order and times; what is lost is made
+again."""
 
 from __future__ import annotations
 
@@ -42,7 +43,11 @@ def pipeline(flux: Any, cached_dry_runs: Path) -> Placement:
 @pytest.fixture(scope="module")
 def single(flux: Any, cached_dry_runs: Path) -> list[tuple[int, bytes]]:
     """The pictures of one device."""
-    return pictures(graphrun.run_many(flux, REQUESTS, common=SMALL, cache=cached_dry_runs, reuse="none", **BUDGET))
+    return pictures(
+        graphrun.run_many(
+            flux, REQUESTS, common=SMALL, cache=cached_dry_runs, reuse="none", **BUDGET
+        )
+    )
 
 
 @pytest.fixture
@@ -62,12 +67,17 @@ RETURNING = [  # parts of devices to which items come back
     [("encode", "decode"), ("denoise",)],
     [("encode", "decode"), ("denoise",), ("denoise",)],
     [("encode", "decode"), ("encode", "decode"), ("denoise",)],
-    [("encode", "decode"), ("encode", "denoise"), ("decode",)],  # what the first one encodes, none would denoise
+    [
+        ("encode", "decode"),
+        ("encode", "denoise"),
+        ("decode",),
+    ],  # what the first one encodes, none would denoise
 ]
 
 
 def held_by(pipeline: Placement, held: list[tuple[str, ...]]) -> Placement:
-    """``pipeline`` with devices that hold ``held``, for a crew that runs nothing: plans are those of any stages."""
+    """``pipeline`` with devices that hold ``held``, for a crew that runs nothing: plans are those
+    of any stages."""
     cluster = cluster_of(len(held))
     assignments = [
         Assignment(device, replace(pipeline.assignments[0].column, stages=own))
@@ -85,13 +95,16 @@ def test_items_have_the_bits_of_one_device_in_order_at_the_planned_time(
 ) -> None:
     batch = ran_by(flux, pipeline, crew(pipeline), REQUESTS)
     assert pictures(batch) == single
-    assert sorted(lane.stages for lane in batch.lanes) == sorted(of.stages for of in pipeline.assignments for _ in REQUESTS)
+    assert sorted(lane.stages for lane in batch.lanes) == sorted(
+        of.stages for of in pipeline.assignments for _ in REQUESTS
+    )
     assert batch.seconds == pytest.approx(pipeline.seconds, rel=0.05)
     data = lanes_json("trace.json", batch.lanes)
     assert lanes_page(lanes_in(data)).count("<title>request") == len(batch.lanes)
     events = lanes_json("trace.perfetto.json", batch.lanes)["traceEvents"]
     ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
-    assert max(ends) <= 1e6 * batch.seconds + 1e-6  # of microseconds; the products round differently
+    # of microseconds; the products round differently
+    assert max(ends) <= 1e6 * batch.seconds + 1e-6
     assert {event["pid"] for event in events} == {1, 2, 3}
 
 
@@ -99,7 +112,8 @@ def test_items_have_the_bits_of_one_device_in_order_at_the_planned_time(
 def test_a_device_that_waits_for_values_loads_meanwhile(
     flux: Any, crew: Any, single: Any, cached_dry_runs: Path, items: int
 ) -> None:
-    """What it loads is the first slot of its plan. With nothing loaded ahead, an item takes longer than planned."""
+    """What it loads is the first slot of its plan. With nothing loaded ahead, an item takes longer
+    than planned."""
     card = replace(hardware("sim", None), h2d_bytes_per_second=2e8)
     slow = placed(flux, items, cached_dry_runs, cluster=cluster_of(card=card))
     here, late = crew(slow), crew(slow)
@@ -115,7 +129,11 @@ def test_a_device_that_waits_for_values_loads_meanwhile(
         assert lane.trace is not None
         assert other.trace is not None
         for one, another in zip(lane.trace.slots, other.trace.slots, strict=True):
-            assert (one.phase, one.part, one.moved_bytes) == (another.phase, another.part, another.moved_bytes)
+            assert (one.phase, one.part, one.moved_bytes) == (
+                another.phase,
+                another.part,
+                another.moved_bytes,
+            )
             assert one.peak_bytes <= another.peak_bytes, "without values, or as before"
         starts = [slot.start_seconds for slot in lane.trace.slots]
         assert starts == sorted(starts)
@@ -143,7 +161,9 @@ def test_two_devices_of_a_host_hold_stages_together(
         ("a/0+a/1", "a/0+b/2", "device b/2 has two sections"),
         ("a/0+a/1", "a/0+a/7", "there is no device a/7"),
     ):
-        path.write_text(json.dumps({**data, "actions": [line.replace(old, new) for line in data["actions"]]}))
+        path.write_text(
+            json.dumps({**data, "actions": [line.replace(old, new) for line in data["actions"]]})
+        )
         with pytest.raises(PlanError, match=message):
             files.read(path)
 
@@ -151,41 +171,55 @@ def test_two_devices_of_a_host_hold_stages_together(
 def test_a_device_encodes_and_decodes_while_another_denoises(
     flux: Any, crew: Any, single: Any, cached_dry_runs: Path, tmp_path: Path
 ) -> None:
-    """A run of it encodes one item and decodes another one; the first and the last runs do one of these."""
+    """A run of it encodes one item and decodes another one; the first and the last runs do one of
+    these."""
     apart = placed(flux, 6, cached_dry_runs, (("encode", "decode"), ("denoise",)))
     assert apart.spans(apart.assignments[0]) == ((0, 1), (2, 3))
     batch = ran_by(flux, apart, crew(apart), REQUESTS)
     assert pictures(batch) == single
     several = [{"prompt": f"prompt {number}", "seed": number} for number in range(6)]
     batch = ran_by(flux, apart, crew(apart), several)
-    one = graphrun.run_many(flux, several, common=SMALL, cache=cached_dry_runs, reuse="none", **BUDGET)
+    one = graphrun.run_many(
+        flux, several, common=SMALL, cache=cached_dry_runs, reuse="none", **BUDGET
+    )
     assert pictures(batch) == pictures(one)
     assert batch.seconds == pytest.approx(apart.seconds, rel=0.05)
 
     here = crew(apart)
     report = here.report
-    here.report = lambda ticket: replace(of := report(ticket), seconds=of.seconds / (50 if here.of[ticket] else 1))
+    here.report = lambda ticket: replace(
+        of := report(ticket), seconds=of.seconds / (50 if here.of[ticket] else 1)
+    )
     batch = ran_by(flux, apart, here, several)  # as if the other one were fast
     assert pictures(batch) == pictures(one)
     assert len(several) < here.ran.count(0) < 2 * len(several), "most runs take two items"
-    lanes = sorted((lane for lane in batch.lanes if lane.device == "a/0"), key=lambda of: of.start_seconds)
+    lanes = sorted(
+        (lane for lane in batch.lanes if lane.device == "a/0"), key=lambda of: of.start_seconds
+    )
     assert sorted(lane.stages[0] for lane in lanes) == ["decode"] * 6 + ["encode"] * 6
     for lane, following in pairwise(lanes):
         assert lane.trace is not None
-        assert {slot.phase.partition("/")[0] for slot in lane.trace.slots if slot.calls} == set(lane.stages)
+        assert {slot.phase.partition("/")[0] for slot in lane.trace.slots if slot.calls} == set(
+            lane.stages
+        )
         assert lane.end_seconds <= following.start_seconds + 1e-9
 
     files.save(path := tmp_path / "plan.json", GRAPH, apart, {})
     assert files.read(path)[0] == apart
     data = json.loads(path.read_text())
     path.write_text(json.dumps({**data, "stages": ["decode", "denoise", "encode"]}))
-    with pytest.raises(PlanError, match="device a/0: encode decode are not stages of the graph, in its order"):
+    with pytest.raises(
+        PlanError, match="device a/0: encode decode are not stages of the graph, in its order"
+    ):
         files.read(path)
 
 
 def test_a_value_that_two_parts_read_keeps_them_on_separate_devices(pipeline: Placement) -> None:
     stages = ("a", "b", "c", "d")
-    values = [ValueNumbers("a.x", 1, "a", ("b", "d"), 0, 0), ValueNumbers("c.x", 1, "c", ("d",), 0, 0)]
+    values = [
+        ValueNumbers("a.x", 1, "a", ("b", "d"), 0, 0),
+        ValueNumbers("c.x", 1, "c", ("d",), 0, 0),
+    ]
     assert separable(stages, values, ((0, 1), (2, 3)))
     assert not separable(stages, values, ((0, 1), (3, 4))), "made in one and read in the other"
     assert not separable(stages, values, ((1, 2), (3, 4))), "read in both"
@@ -214,7 +248,9 @@ def test_what_fails_in_a_run_of_two_items_fails_alone(
     assert list(batch.outputs) == [1, 2, 4, 5, 6]
 
 
-def test_a_slow_link_holds_devices_back_and_changes_no_bit(flux: Any, crew: Any, pipeline: Placement, single: Any) -> None:
+def test_a_slow_link_holds_devices_back_and_changes_no_bit(
+    flux: Any, crew: Any, pipeline: Placement, single: Any
+) -> None:
     slow = replace(pipeline, cluster=cluster_of(3, 1e4))
     batch = ran_by(flux, slow, crew(slow), REQUESTS)
     assert pictures(batch) == single
@@ -224,14 +260,22 @@ def test_a_slow_link_holds_devices_back_and_changes_no_bit(flux: Any, crew: Any,
     assert starts[1] - starts[0] == pytest.approx(sent / 1e4, rel=0.05)
 
 
-def test_equal_stages_run_once_and_replicas_share_items(flux: Any, crew: Any, cached_dry_runs: Path) -> None:
-    both = placed(flux, 3, cached_dry_runs, (("encode",), ("denoise", "decode"), ("denoise", "decode")))
+def test_equal_stages_run_once_and_replicas_share_items(
+    flux: Any, crew: Any, cached_dry_runs: Path
+) -> None:
+    both = placed(
+        flux, 3, cached_dry_runs, (("encode",), ("denoise", "decode"), ("denoise", "decode"))
+    )
     equal = [{"prompt": "a", "seed": number} for number in (0, 1, 1)]
     batch = ran_by(flux, both, crew(both), equal)
     ran = [(lane.device, lane.stages[0], lane.request) for lane in batch.lanes]
     assert sorted(ran) == [("a/0", "encode", 1), ("a/1", "denoise", 1), ("b/2", "denoise", 2)]
     assert batch.shared == {"encode": 2, "denoise": 1, "decode": 1}
-    assert batch.outputs[2]["image"].tobytes() == batch.outputs[3]["image"].tobytes() != batch.outputs[1]["image"].tobytes()
+    assert (
+        batch.outputs[2]["image"].tobytes()
+        == batch.outputs[3]["image"].tobytes()
+        != batch.outputs[1]["image"].tobytes()
+    )
 
 
 def test_lost_values_are_made_again(flux: Any, crew: Any, pipeline: Placement, single: Any) -> None:
@@ -246,7 +290,9 @@ def test_lost_values_are_made_again(flux: Any, crew: Any, pipeline: Placement, s
     assert always.errors == {1: f"its values were lost {LOSSES + 1} times"}
 
 
-@pytest.mark.parametrize("seeds", sampled((range(8), range(8, 20)), (range(8),), "cluster"), ids=str)
+@pytest.mark.parametrize(
+    "seeds", sampled((range(8), range(8, 20)), (range(8),), "cluster"), ids=str
+)
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.1])
 def test_items_that_are_sent_back_are_not_held_back_by_those_that_wait_for_them(
     flux: Any, pipeline: Placement, share: float, seeds: range
@@ -264,7 +310,9 @@ def test_items_that_are_sent_back_are_not_held_back_by_those_that_wait_for_them(
     assert max(most) == 2
 
 
-def test_a_request_that_is_left_out_holds_nobody_up_who_would_share_its_runs(flux: Any, pipeline: Placement) -> None:
+def test_a_request_that_is_left_out_holds_nobody_up_who_would_share_its_runs(
+    flux: Any, pipeline: Placement
+) -> None:
     class Leaves(Watcher):
         def begins_on(self, device: str, stages: Any, request: Any) -> None:
             if request.number % 3 == 1:
@@ -290,7 +338,10 @@ class FailsAfter(Watcher):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("runs", [4, *(pytest.param(of, marks=pytest.mark.sweep("cluster")) for of in (1, 2, 3, 5, 6, 7, 8))])
+@pytest.mark.parametrize(
+    "runs",
+    [4, *(pytest.param(of, marks=pytest.mark.sweep("cluster")) for of in (1, 2, 3, 5, 6, 7, 8))],
+)
 def test_a_batch_that_was_interrupted_resumes_after_its_stages(
     flux: Any, crew: Any, pipeline: Placement, single: Any, tmp_path: Path, runs: int
 ) -> None:
@@ -298,10 +349,20 @@ def test_a_batch_that_was_interrupted_resumes_after_its_stages(
         return save_outputs(outputs, tmp_path / f"{request.number}.png")
 
     with pytest.raises(KeyboardInterrupt):
-        ran_by(flux, pipeline, crew(pipeline), REQUESTS, journal=Journal(tmp_path / "state"), watcher=FailsAfter(runs), sink=sink)
+        ran_by(
+            flux,
+            pipeline,
+            crew(pipeline),
+            REQUESTS,
+            journal=Journal(tmp_path / "state"),
+            watcher=FailsAfter(runs),
+            sink=sink,
+        )
     here = crew(pipeline)
     batch = ran_by(flux, pipeline, here, REQUESTS, journal=Journal(tmp_path / "state"))
-    assert len(here.ran) + runs <= 3 * len(REQUESTS) + 1, "but for a last stage whose file was not written"
+    assert len(here.ran) + runs <= 3 * len(REQUESTS) + 1, (
+        "but for a last stage whose file was not written"
+    )
     assert [(n, picture) for n, picture in single if n not in batch.done_before] == pictures(batch)
     assert sorted([*batch.done_before, *batch.outputs]) == [1, 2, 3]
 
@@ -313,7 +374,9 @@ def test_a_device_with_less_memory_than_planned_plans_again_or_says_so(
         def small(problem: Any) -> Any:
             device: Any = open_device(problem)
             if "denoise" in {phase.stage for phase in problem.phases}:
-                device.machine.capacity_bytes = int(share * pipeline.assignments[1].column.solution.simulation.peak_bytes)
+                device.machine.capacity_bytes = int(
+                    share * pipeline.assignments[1].column.solution.simulation.peak_bytes
+                )
             return device
 
         monkeypatch.setattr("graphrun.cluster.worker.open_device", small)
@@ -349,13 +412,17 @@ def test_a_helper_with_less_memory_than_planned_plans_again(
     monkeypatch.setattr("graphrun.cluster.worker.open_device", small)
     batch = ran_by(flux, both, crew(both), REQUESTS[:1])
     assert pictures(batch) == single[:1]
-    traces = [lane.trace for lane in batch.lanes if lane.device == "a/0+a/1" and lane.trace is not None]
+    traces = [
+        lane.trace for lane in batch.lanes if lane.device == "a/0+a/1" and lane.trace is not None
+    ]
     notes = [note for trace in traces for note in trace.notes]
     assert notes
     assert all("planned again" in note for note in notes)
 
 
-def test_devices_that_would_make_different_bits_are_refused(flux: Any, crew: Any, pipeline: Placement) -> None:
+def test_devices_that_would_make_different_bits_are_refused(
+    flux: Any, crew: Any, pipeline: Placement
+) -> None:
     encode, denoise, decode = pipeline.assignments
     solution = denoise.column.solution
     assert solution is not None
@@ -367,7 +434,9 @@ def test_devices_that_would_make_different_bits_are_refused(flux: Any, crew: Any
         crew(replace(pipeline, assignments=(encode, denoise, replace(decode, column=column))))
 
 
-def test_what_a_cluster_takes_the_place_of_is_refused_and_ray_is_asked_for(flux: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_cluster_takes_the_place_of_is_refused_and_ray_is_asked_for(
+    flux: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(InputError, match="vram, hardware: leave out with a cluster"):
         graphrun.run_many(flux, ["a"], cluster=cluster_of(), **{**BUDGET, "ram": None})
     with pytest.raises(InputError, match="objective 'fast' is not known"):

@@ -1,4 +1,5 @@
-"""The master program finds what trying all assignments finds, in pure numbers; the simulator of a stream agrees with its rate."""
+"""The master program finds what trying all assignments finds, in pure numbers; the simulator of a
+stream agrees with its rate."""
 
 from __future__ import annotations
 
@@ -44,12 +45,16 @@ def unlimited(case: Case) -> Case:
 def test_the_most_items_per_second_are_those_of_the_best_of_all_assignments(number: int) -> None:
     case = unlimited(case_of(number))
     placement = placed(case, "throughput")
-    assert (placement.items_per_second if placement is not None else 0.0) == pytest.approx(best_rate(case), rel=1e-5)
+    assert (placement.items_per_second if placement is not None else 0.0) == pytest.approx(
+        best_rate(case), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("number", CASES)
 @pytest.mark.parametrize("items", [1, 100])
-def test_the_shortest_time_of_one_item_is_that_of_the_best_of_all_chains(number: int, items: int) -> None:
+def test_the_shortest_time_of_one_item_is_that_of_the_best_of_all_chains(
+    number: int, items: int
+) -> None:
     case = case_of(number)
     placement = placed(case, "latency", items)
     found = placement.latency_seconds if placement is not None else float("inf")
@@ -64,29 +69,43 @@ def test_a_simulated_stream_has_the_predicted_rate(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(5))
-def test_hosts_whose_memory_is_a_row_come_out_the_same(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_whose_memory_is_a_row_come_out_the_same(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(master, "MOST_CONFIGURATIONS", 0)
     case = unlimited(case_of(number))
     placement = placed(case, "throughput")
-    assert (placement.items_per_second if placement is not None else 0.0) == pytest.approx(best_rate(case), rel=1e-5)
+    assert (placement.items_per_second if placement is not None else 0.0) == pytest.approx(
+        best_rate(case), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("number", range(20))
 def test_up_to_four_devices_of_a_host_hold_a_column_together(number: int) -> None:
     case = replace(unlimited(random_case(number, 4 if number < 5 else 3, 2)), together=4)
     placement = placed(case, "throughput")
-    assert (placement.items_per_second if placement is not None else 0.0) == pytest.approx(best_rate(case), rel=1e-5)
+    assert (placement.items_per_second if placement is not None else 0.0) == pytest.approx(
+        best_rate(case), rel=1e-5
+    )
     alone = placed(case, "latency")
-    assert (alone.latency_seconds if alone is not None else float("inf")) == pytest.approx(best_latency(case, cold=False), rel=1e-5)
+    assert (alone.latency_seconds if alone is not None else float("inf")) == pytest.approx(
+        best_latency(case, cold=False), rel=1e-5
+    )
 
 
 def test_devices_are_put_together_where_that_is_better_and_only_there() -> None:
-    found = [placed(replace(case_of(number), together=most), "latency") for number in range(12) for most in (1, 2)]
+    found = [
+        placed(replace(case_of(number), together=most), "latency")
+        for number in range(12)
+        for most in (1, 2)
+    ]
     pairs = list(zip(found[::2], found[1::2], strict=True))
     assert any(more is not None and any(of.helpers for of in more.assignments) for _, more in pairs)
     for one, more in pairs:
         if one is not None and more is not None:
-            assert more.latency_seconds < one.latency_seconds or not any(of.helpers for of in more.assignments)
+            assert more.latency_seconds < one.latency_seconds or not any(
+                of.helpers for of in more.assignments
+            )
 
 
 def test_hosts_without_a_link_exchange_nothing() -> None:
@@ -100,10 +119,19 @@ def test_hosts_without_a_link_exchange_nothing() -> None:
 
 def test_510_devices_are_counted_and_not_named() -> None:
     """The rate of 170 equal hosts on a fast network is at least 170 times that of one."""
-    case = next(case for case in map(case_of, range(30)) if len(case.cluster.devices) == 3 and len(case.cluster.hosts) == 1)
+    case = next(
+        case
+        for case in map(case_of, range(30))
+        if len(case.cluster.devices) == 3 and len(case.cluster.hosts) == 1
+    )
     (host,) = case.cluster.hosts
     many = tuple(
-        replace(host, name=f"h{n}", devices=tuple(replace(device, host=f"h{n}") for device in host.devices)) for n in range(170)
+        replace(
+            host,
+            name=f"h{n}",
+            devices=tuple(replace(device, host=f"h{n}") for device in host.devices),
+        )
+        for n in range(170)
     )
     link = Link(tuple(of.name for of in many), 1e12, 0.0)
     placement = placed(replace(case, cluster=Cluster(many, (link,))), "throughput")
@@ -113,9 +141,15 @@ def test_510_devices_are_counted_and_not_named() -> None:
 
 def test_only_columns_that_may_win_are_priced() -> None:
     """Of a device that is a hundred times slower than the others, bounds suffice."""
-    case = next(case for case in map(case_of, range(30)) if len({of.hardware.name for of in case.cluster.devices}) == 2)
+    case = next(
+        case
+        for case in map(case_of, range(30))
+        if len({of.hardware.name for of in case.cluster.devices}) == 2
+    )
     slow = case.cluster.devices[0].hardware.name
-    slower = {key: seconds * (100 if key[0] == slow else 1) for key, seconds in case.compute.items()}
+    slower = {
+        key: seconds * (100 if key[0] == slow else 1) for key, seconds in case.compute.items()
+    }
     priced: list[str] = []
 
     def price(kind: Kind, stages: tuple[str, ...], share: float) -> Column | None:

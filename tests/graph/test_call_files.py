@@ -1,4 +1,5 @@
-"""Graph files with inputs that are files and stages that call a pipeline whole: what they mean, and what is refused."""
+"""Graph files with inputs that are files and stages that call a pipeline whole: what they mean, and
+what is refused."""
 
 from __future__ import annotations
 
@@ -60,11 +61,19 @@ def test_arguments_may_be_lists_and_outputs_are_what_is_read(written: Callable[.
     stage = written().stage("make")
     assert stage.arguments["image"] == [Reference("input", "image"), Reference("input", "control")]
     assert (stage.arguments["scales"], stage.arguments["extra"]) == ([0.5, 1.0], None)
-    assert [reference.name for reference in stage.references] == ["prompt", "image", "control", "mask", "seed"]
+    assert [reference.name for reference in stage.references] == [
+        "prompt",
+        "image",
+        "control",
+        "mask",
+        "seed",
+    ]
     assert stage.outputs == ("image", "image_embeds")
 
 
-def test_a_plan_without_files_is_for_the_sizes_that_the_graph_has(written: Callable[..., Any]) -> None:
+def test_a_plan_without_files_is_for_the_sizes_that_the_graph_has(
+    written: Callable[..., Any],
+) -> None:
     graph = written()
     values = graph.for_planning({"height": 48})
     assert {name: told(values[name]) for name in ("image", "mask", "control")} == {
@@ -72,12 +81,24 @@ def test_a_plan_without_files_is_for_the_sizes_that_the_graph_has(written: Calla
         "mask": "32x48",
         "control": "16x8",
     }
-    assert dict(settings_of(graph, values)) == {"image": "32x48", "mask": "32x48", "control": "16x8", "height": "48", "width": "32"}
+    assert dict(settings_of(graph, values)) == {
+        "image": "32x48",
+        "mask": "32x48",
+        "control": "16x8",
+        "height": "48",
+        "width": "32",
+    }
 
 
-def test_a_mask_that_is_not_given_has_the_size_of_the_image_that_is(written: Callable[..., Any]) -> None:
+def test_a_mask_that_is_not_given_has_the_size_of_the_image_that_is(
+    written: Callable[..., Any],
+) -> None:
     values = written().for_planning({"image": Image.new("RGB", (40, 24))})
-    assert (told(values["image"]), told(values["mask"]), told(values["control"])) == ("40x24", "40x24", "16x8")
+    assert (told(values["image"]), told(values["mask"]), told(values["control"])) == (
+        "40x24",
+        "40x24",
+        "16x8",
+    )
 
 
 def test_a_run_needs_them_and_they_must_be_what_was_planned(written: Callable[..., Any]) -> None:
@@ -85,11 +106,19 @@ def test_a_run_needs_them_and_they_must_be_what_was_planned(written: Callable[..
     planned = settings_of(graph, graph.for_planning({}))
     with pytest.raises(InputError, match="'image' is missing; it is an image: give a file"):
         graph.resolve({"prompt": "a"})
-    files = {"image": Image.new("RGB", (32, 64)), "mask": Image.new("L", (32, 64)), "control": Image.new("RGB", (16, 8))}
+    files = {
+        "image": Image.new("RGB", (32, 64)),
+        "mask": Image.new("L", (32, 64)),
+        "control": Image.new("RGB", (16, 8)),
+    }
     assert completed(graph, planned, {"prompt": "a", **files})["image"] is files["image"]
-    with pytest.raises(PlanError, match="the plan is for image=32x64, this run has image=8x8: plan again"):
+    with pytest.raises(
+        PlanError, match="the plan is for image=32x64, this run has image=8x8: plan again"
+    ):
         completed(graph, planned, {"prompt": "a", **files, "image": Image.new("RGB", (8, 8))})
-    with pytest.raises(PlanError, match="the plan is for prompt=one text, this run has prompt=2 texts"):
+    with pytest.raises(
+        PlanError, match="the plan is for prompt=one text, this run has prompt=2 texts"
+    ):
         completed(graph, planned, {"prompt": ["a", "b"], **files})
 
 
@@ -97,7 +126,11 @@ def test_a_list_may_be_written_as_json(written: Callable[..., Any]) -> None:
     graph = written()
     assert graph.for_planning({"prompt": '["a", "b"]'})["prompt"] == ["a", "b"]
     assert graph.for_planning({"prompt": "a"})["prompt"] == "a"
-    for text, said in (("[a", "not a JSON list"), ("[]", "an empty list"), ("[1]", "1 is not a str")):
+    for text, said in (
+        ("[a", "not a JSON list"),
+        ("[]", "an empty list"),
+        ("[1]", "1 is not a str"),
+    ):
         with pytest.raises(InputError, match=said):
             graph.for_planning({"prompt": text})
 
@@ -105,17 +138,49 @@ def test_a_list_may_be_written_as_json(written: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("image: {type: image}", "image: {type: image, default: a.png}", "edit.yaml:6: inputs.image.default: 'image' is an image"),
-        ("image: {type: image}", "image: {type: image, frames: 3}", "edit.yaml:6: .*which has no frames"),
-        ("mask: {type: mask}", "mask: {type: audio}", "edit.yaml:7: inputs.mask: has no rate, for plans without the file"),
-        ("mask: {type: mask}", "mask: {type: tensor}", "edit.yaml:7: inputs.mask: has no shape, for plans without the file"),
-        ("mask: {type: mask}", "mask: {type: tensor, shape: [1, 0]}", "edit.yaml:7: inputs.mask.shape.1: 0 is too small"),
+        (
+            "image: {type: image}",
+            "image: {type: image, default: a.png}",
+            "edit.yaml:6: inputs.image.default: 'image' is an image",
+        ),
+        (
+            "image: {type: image}",
+            "image: {type: image, frames: 3}",
+            "edit.yaml:6: .*which has no frames",
+        ),
+        (
+            "mask: {type: mask}",
+            "mask: {type: audio}",
+            "edit.yaml:7: inputs.mask: has no rate, for plans without the file",
+        ),
+        (
+            "mask: {type: mask}",
+            "mask: {type: tensor}",
+            "edit.yaml:7: inputs.mask: has no shape, for plans without the file",
+        ),
+        (
+            "mask: {type: mask}",
+            "mask: {type: tensor, shape: [1, 0]}",
+            "edit.yaml:7: inputs.mask.shape.1: 0 is too small",
+        ),
         ("seed: $seed", "seed: {a: 1}", "expected int, got a mapping"),
         ("height: 8, width: 16", "height: $hight, width: 16", "did you mean 'height'"),
-        ("seed: {type: int, default: 0}", "seed: {type: int, default: 0, width: 3}", "'seed' is of type int, which has no width"),
-        ("[$image, $control]", "[$image, $controls]", "edit.yaml:20: stages.make.with.image.1: .*did you mean 'control'"),
+        (
+            "seed: {type: int, default: 0}",
+            "seed: {type: int, default: 0, width: 3}",
+            "'seed' is of type int, which has no width",
+        ),
+        (
+            "[$image, $control]",
+            "[$image, $controls]",
+            "edit.yaml:20: stages.make.with.image.1: .*did you mean 'control'",
+        ),
         ("seed: $seed", "seed: $image", "expected int, and \\$image is image"),
-        ("outputs: {image: $make.image,", "outputs: {image: $make.,", "stage 'make' has no output ''"),
+        (
+            "outputs: {image: $make.image,",
+            "outputs: {image: $make.,",
+            "stage 'make' has no output ''",
+        ),
         (
             "pipeline: diffusers.StableDiffusionXLInpaintPipeline",
             "pipeline: diffusers.A\npipeline_config: {nets: [$unit]}",
@@ -123,7 +188,9 @@ def test_a_list_may_be_written_as_json(written: Callable[..., Any]) -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_said_with_its_line(written: Callable[..., Any], old: str, new: str, said: str) -> None:
+def test_what_is_wrong_is_said_with_its_line(
+    written: Callable[..., Any], old: str, new: str, said: str
+) -> None:
     with pytest.raises(GraphError, match=said):
         written((old, new))
 

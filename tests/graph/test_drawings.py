@@ -1,4 +1,5 @@
-"""Drawings of graphs: each node and edge is there, with the bytes of ``graphrun estimate``; and they are well-formed."""
+"""Drawings of graphs: each node and edge is there, with the bytes of ``graphrun estimate``; and
+they are well-formed."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ TINY = GRAPHS / "flux-tiny.yaml"
 Cli = Callable[..., tuple[int, str, str]]
 
 _LABEL = r'"((?:[A-Za-z0-9_ .,:+-]|#\d+;|<br/>)+)"'
-_MERMAID_NODE = re.compile(rf" {{4}}(\w+)(?:\[{_LABEL}\]|\[\({_LABEL}\)\]|\(\[{_LABEL}\]\)|\[/{_LABEL}/\]|\[\\{_LABEL}\\\])")
+_MERMAID_NODE = re.compile(
+    rf" {{4}}(\w+)(?:\[{_LABEL}\]|\[\({_LABEL}\)\]|\(\[{_LABEL}\]\)|\[/{_LABEL}/\]|\[\\{_LABEL}\\\])"
+)
 _MERMAID_EDGE = re.compile(r" {4}(\w+) (-->|-\.->) (\w+)")
 _TEXT = r'"((?:[^"\\\n]|\\.)*)"'
 _DOT_NODE = re.compile(rf"  {_TEXT} \[shape=\w+ label={_TEXT}( bytes=\d+)?\];")
@@ -35,7 +38,8 @@ _DOT_EDGE = re.compile(rf"  {_TEXT} -> {_TEXT}( \[style=dashed\])?;")
 
 
 def of_mermaid(text: str) -> tuple[dict[str, list[str]], set[tuple[str, str]]]:
-    """Lines of text by name of the node, and edges between names of nodes. Fails where a line is no Mermaid."""
+    """Lines of text by name of the node, and edges between names of nodes. Fails where a line is no
+    Mermaid."""
     head, title, *rows = text.splitlines()
     assert head == "flowchart TD"
     assert title.startswith("    accTitle: ")
@@ -49,7 +53,10 @@ def of_mermaid(text: str) -> tuple[dict[str, list[str]], set[tuple[str, str]]]:
             assert found, row
             assert found[1] not in nodes
             label = next(filter(None, found.groups()[1:]))
-            nodes[found[1]] = [re.sub(r"#(\d+);", lambda at: chr(int(at[1])), line) for line in label.split("<br/>")]
+            nodes[found[1]] = [
+                re.sub(r"#(\d+);", lambda at: chr(int(at[1])), line)
+                for line in label.split("<br/>")
+            ]
     assert {end for edge in edges for end in edge} <= set(nodes)
     return nodes, edges
 
@@ -75,7 +82,8 @@ def of_dot(text: str) -> tuple[dict[str, list[str]], set[tuple[str, str]], dict[
 
 
 def of_svg(text: str) -> tuple[dict[str, list[str]], int, dict[str, int]]:
-    """Lines of text by node, the number of edges, and bytes by node. Fails where anything is from outside, or outside."""
+    """Lines of text by node, the number of edges, and bytes by node. Fails where anything is from
+    outside, or outside."""
     root = ElementTree.fromstring(text)
     assert (root.get("role"), root.get("aria-labelledby")) == ("img", "title desc")
     assert {of.get("id") for of in root if of.tag.endswith(("title", "desc"))} == {"title", "desc"}
@@ -95,7 +103,11 @@ def of_svg(text: str) -> tuple[dict[str, list[str]], int, dict[str, int]]:
         if "data-bytes" in group.attrib:
             nbytes[name] = int(group.attrib["data-bytes"])
     for number, (x, y, w, h) in enumerate(boxes):
-        assert not [1 for a, b, c, d in boxes[:number] if x < a + c and a < x + w and y < b + d and b < y + h], "boxes apart"
+        assert not [
+            1
+            for a, b, c, d in boxes[:number]
+            if x < a + c and a < x + w and y < b + d and b < y + h
+        ], "boxes apart"
     return nodes, len(root.findall("{*}path")), nbytes
 
 
@@ -143,22 +155,50 @@ def test_any_graph_is_drawn_with_its_boxes_apart(seed: int) -> None:
 
 
 def test_a_long_edge_bends_around_the_boxes_between() -> None:
-    """What the first stage makes is read by the last, past two layers of boxes in the way of a straight line."""
+    """What the first stage makes is read by the last, past two layers of boxes in the way of a
+    straight line."""
     stages = tuple(
-        Stage(name, "call", (), {"a": [Reference("stage", of, "image") for of in reads]}, outputs=("image", "latents")[:count])
+        Stage(
+            name,
+            "call",
+            (),
+            {"a": [Reference("stage", of, "image") for of in reads]},
+            outputs=("image", "latents")[:count],
+        )
         for name, reads, count in (("a", "", 2), ("b", "a", 1), ("c", "b", 1))
     )
-    last = Stage("d", "call", (), {"a": [Reference("stage", "c", "image"), Reference("stage", "a", "latents")]}, outputs=("image",))
-    graph = replace(load(TINY), inputs={}, components={}, stages=(*stages, last), outputs={"out": Reference("stage", "d", "image")})
+    last = Stage(
+        "d",
+        "call",
+        (),
+        {"a": [Reference("stage", "c", "image"), Reference("stage", "a", "latents")]},
+        outputs=("image",),
+    )
+    graph = replace(
+        load(TINY),
+        inputs={},
+        components={},
+        stages=(*stages, last),
+        outputs={"out": Reference("stage", "d", "image")},
+    )
     root = ElementTree.fromstring(graph_svg(drawn(graph.to_networkx())))
-    boxes = [[float(of.get(key, "")) for key in ("x", "y", "width", "height")] for of in root.findall("{*}g/{*}rect")]
-    path = next(of for of in root.findall("{*}path") if of.findtext("{*}title") == "value:a.latents reads stage:d")
+    boxes = [
+        [float(of.get(key, "")) for key in ("x", "y", "width", "height")]
+        for of in root.findall("{*}g/{*}rect")
+    ]
+    path = next(
+        of
+        for of in root.findall("{*}path")
+        if of.findtext("{*}title") == "value:a.latents reads stage:d"
+    )
     at, crossed = [0.0, 0.0], 0
     for letter, numbers in re.findall(r"([MVC])([^MVC]+)", path.get("d", "")):
         *_, x, y = [at[0], *map(float, numbers.split())]
         if letter == "V":  # a straight line; curves are between layers
             low, high = sorted((at[1], y))
-            crossed += sum(bx < x < bx + w and low < by + h - 1 and by + 1 < high for bx, by, w, h in boxes)
+            crossed += sum(
+                bx < x < bx + w and low < by + h - 1 and by + 1 < high for bx, by, w, h in boxes
+            )
         at = [x, y]
     assert crossed == 0
     assert path.get("d", "").count("C") == 5, "one for each layer"
@@ -168,15 +208,31 @@ def test_texts_that_are_syntax_elsewhere_are_escaped() -> None:
     nasty = '<b>&"];\\n`#{}--> %%'
     graph: Graph = load(TINY)
     component = replace(graph.components["vae"], name=nasty, dtype=nasty, class_path=f"x.{nasty}")
-    stages = (*graph.stages[:2], replace(graph.stages[2], name=nasty, op=graph.stages[2].op, uses=(nasty,)))
-    parts: dict[str, Component] = {**{k: v for k, v in graph.components.items() if k != "vae"}, nasty: component}
-    graph = replace(graph, name=nasty, components=parts, stages=stages, outputs={nasty: Reference("stage", nasty, "image")})
+    stages = (
+        *graph.stages[:2],
+        replace(graph.stages[2], name=nasty, op=graph.stages[2].op, uses=(nasty,)),
+    )
+    parts: dict[str, Component] = {
+        **{k: v for k, v in graph.components.items() if k != "vae"},
+        nasty: component,
+    }
+    graph = replace(
+        graph,
+        name=nasty,
+        components=parts,
+        stages=stages,
+        outputs={nasty: Reference("stage", nasty, "image")},
+    )
     assert_drawn_alike(drawn(graph.to_networkx()))
 
 
 def test_what_only_one_of_several_outputs_needs_is_said() -> None:
     graph = load(TINY)
-    shown = drawn(replace(graph, outputs={**graph.outputs, "made": Reference("stage", "denoise", "latents")}).to_networkx())
+    shown = drawn(
+        replace(
+            graph, outputs={**graph.outputs, "made": Reference("stage", "denoise", "latents")}
+        ).to_networkx()
+    )
     assert lines(shown.nodes["output:image"])[-1] == "needed by it alone: vae, decode"
     assert lines(shown.nodes["output:made"]) == ["made", "output, latents"]
     assert lines(drawn(graph.to_networkx()).nodes["output:image"]) == ["image", "output, image"]
@@ -184,14 +240,21 @@ def test_what_only_one_of_several_outputs_needs_is_said() -> None:
 
 @pytest.fixture
 def estimated(graphrun: Cli) -> dict[str, Any]:
-    code, out, _ = graphrun("estimate", str(TINY), "--device", "sim", "--set", "height=128", "--json")
+    code, out, _ = graphrun(
+        "estimate", str(TINY), "--device", "sim", "--set", "height=128", "--json"
+    )
     assert code == 0
     return json.loads(out)  # type: ignore[no-any-return]
 
 
 @pytest.mark.long
-def test_bytes_in_drawings_are_those_of_estimate(graphrun: Cli, estimated: dict[str, Any], tmp_path: Path) -> None:
-    wanted = {f"component:{row['name']}": row["weights"][row["dtype"]]["bytes"] for row in estimated["components"]}
+def test_bytes_in_drawings_are_those_of_estimate(
+    graphrun: Cli, estimated: dict[str, Any], tmp_path: Path
+) -> None:
+    wanted = {
+        f"component:{row['name']}": row["weights"][row["dtype"]]["bytes"]
+        for row in estimated["components"]
+    }
     wanted |= {f"value:{row['name']}": row["bytes"] for row in estimated["values"]}
     assert len(wanted) == 6
     options = ("graph", str(TINY), "--device", "sim", "--set", "height=128")
@@ -202,7 +265,10 @@ def test_bytes_in_drawings_are_those_of_estimate(graphrun: Cli, estimated: dict[
     shown = {text[0]: text for text in nodes.values()}
     for node, nbytes in wanted.items():
         assert show_size(nbytes) in " ".join(shown[node.partition(":")[2]])
-    assert graphrun(*options, "--as", "svg", "-o", "new/tiny.svg")[:2] == (0, "wrote new/tiny.svg\n")
+    assert graphrun(*options, "--as", "svg", "-o", "new/tiny.svg")[:2] == (
+        0,
+        "wrote new/tiny.svg\n",
+    )
     picture = (tmp_path / "new" / "tiny.svg").read_text()
     assert of_svg(picture)[2] == wanted
     assert "height=128" in picture
@@ -224,14 +290,22 @@ def test_a_graph_without_a_dry_run_is_drawn_without_bytes(graphrun: Cli, edited:
     ("arguments", "words"),
     [
         ((str(TINY), "--as", "png"), "--as 'png' is not known; it is mermaid, dot or svg"),
-        (("plan.json", "--as", "dot"), "plan.json is a plan; give the graph (YAML) that it was made from"),
+        (
+            ("plan.json", "--as", "dot"),
+            "plan.json is a plan; give the graph (YAML) that it was made from",
+        ),
         (("none.yaml", "--as", "dot"), "none.yaml: no such file"),
-        ((str(TINY), "--as", "dot", "--set", "hight=128"), "unknown input 'hight'; did you mean 'height'?"),
+        (
+            (str(TINY), "--as", "dot", "--set", "hight=128"),
+            "unknown input 'hight'; did you mean 'height'?",
+        ),
         ((str(TINY), "--as", "svg", "-o", "plan.json/a.svg"), "plan.json/a.svg: cannot be written"),
         ((str(TINY), "--as", "dot", "--hardware", "rtx"), "rtx"),
     ],
 )
-def test_bad_arguments_are_one_line(graphrun: Cli, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+def test_bad_arguments_are_one_line(
+    graphrun: Cli, tmp_path: Path, arguments: tuple[str, ...], words: str
+) -> None:
     (tmp_path / "plan.json").write_text('{"graphrun": 1}')
     code, out, err = graphrun("graph", *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)

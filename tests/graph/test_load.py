@@ -1,4 +1,5 @@
-"""A graph file is accepted or refused; a refusal names the line, the entry, what is wrong and what was meant."""
+"""A graph file is accepted or refused; a refusal names the line, the entry, what is wrong and what
+was meant."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def test_reference_graphs_load(name: str) -> None:
 
 
 def test_everything_of_a_component_is_read(tmp_path: Path) -> None:
-    path = written(tmp_path, ("dtype: bfloat16}", "dtype: bfloat16, precision: [bfloat16, nf4], seed: 3}"))
+    path = written(
+        tmp_path, ("dtype: bfloat16}", "dtype: bfloat16, precision: [bfloat16, nf4], seed: 3}")
+    )
     component = load(path).component("text_encoder")
     assert (component.class_path, component.dtype) == ("transformers.CLIPTextModel", "bfloat16")
     assert (component.precision, component.seed, component.source) == (("bfloat16", "nf4"), 3, None)
@@ -55,7 +58,13 @@ def test_everything_of_a_component_is_read(tmp_path: Path) -> None:
 
 
 def test_literals_and_references_are_arguments(tmp_path: Path) -> None:
-    graph = load(written(tmp_path, ("  steps: {type: int, default: 4, minimum: 1}\n", ""), ("steps: $steps", "steps: 4")))
+    graph = load(
+        written(
+            tmp_path,
+            ("  steps: {type: int, default: 4, minimum: 1}\n", ""),
+            ("steps: $steps", "steps: 4"),
+        )
+    )
     assert graph.stage("denoise").arguments["steps"] == 4
     assert graph.stage("denoise").arguments["embeds"] == Reference("stage", "encode", "embeds")
 
@@ -68,7 +77,11 @@ def test_stages_may_be_written_in_any_order(tmp_path: Path) -> None:
 
 
 STRICT = {
-    "unknown key": ("uses: [vae]", "use: [vae]", "50: stages.decode: unknown key 'use'; did you mean 'uses'?"),
+    "unknown key": (
+        "uses: [vae]",
+        "use: [vae]",
+        "50: stages.decode: unknown key 'use'; did you mean 'uses'?",
+    ),
     "unknown key in a list": (
         "dtype: bfloat16}",
         "dtype: bfloat16, loras: [{file: x.safetensors, scal: 2.0}]}",
@@ -77,21 +90,41 @@ STRICT = {
     "unknown section": ("parts:", "part:", "22: unknown key 'part'; did you mean 'parts'?"),
     "missing key": ("op: decode\n", "\n", "48: stages.decode: 'op' is missing"),
     "key twice": ("name: flux-tiny", "name: a\nname: b", "5: key 'name' is given twice"),
-    "format version": ("graphrun: 1", "graphrun: 2", "3: graphrun: this graphrun reads files of version 1, not 2"),
+    "format version": (
+        "graphrun: 1",
+        "graphrun: 2",
+        "3: graphrun: this graphrun reads files of version 1, not 2",
+    ),
     "dtype": (
         "dtype: bfloat16",
         "dtype: bf16",
         "17: components.text_encoder.dtype: unknown dtype 'bf16'; did you mean 'bfloat16'?",
     ),
-    "wrong type": ("uses: [vae]", "uses: vae", "50: stages.decode.uses: expected a list, got 'vae'"),
-    "empty value": ("op: decode", "op:", "49: stages.decode.op: is empty; give it a value, or leave it out"),
+    "wrong type": (
+        "uses: [vae]",
+        "uses: vae",
+        "50: stages.decode.uses: expected a list, got 'vae'",
+    ),
+    "empty value": (
+        "op: decode",
+        "op:",
+        "49: stages.decode.op: is empty; give it a value, or leave it out",
+    ),
     "name": (
         "  prompt: {",
         "  my-prompt: {",
         "8: inputs.my-prompt: 'my-prompt' is not a name: letters, digits and underscores, at most 64, no digit first",
     ),
-    "default's type": ("default: 4,", "default: four,", "11: inputs.steps.default: 'four' is not an int"),
-    "default's range": ("default: 4,", "default: 0,", "11: inputs.steps.default: 0 is less than the minimum, 1"),
+    "default's type": (
+        "default: 4,",
+        "default: four,",
+        "11: inputs.steps.default: 'four' is not an int",
+    ),
+    "default's range": (
+        "default: 4,",
+        "default: 0,",
+        "11: inputs.steps.default: 0 is less than the minimum, 1",
+    ),
     "default's multiple": (
         "default: 128,",
         "default: 100,",
@@ -143,21 +176,41 @@ STRICT = {
         "file: x.json",
         "25: parts.tokenizer.file: no such file: FOLDER/x.json",
     ),
-    "unknown op": ("op: denoise", "op: denoize", "39: stages.denoise.op: unknown op 'denoize'; did you mean 'denoise'?"),
+    "unknown op": (
+        "op: denoise",
+        "op: denoize",
+        "39: stages.denoise.op: unknown op 'denoize'; did you mean 'denoise'?",
+    ),
     "unknown argument": (
         "steps: $steps",
         "step: $steps",
         "45: stages.denoise.with.step: denoise has no argument 'step'; did you mean 'steps'?",
     ),
-    "missing argument": ("      embeds: $encode.embeds\n", "", "38: stages.denoise: denoise needs 'embeds'; add it to with:"),
+    "missing argument": (
+        "      embeds: $encode.embeds\n",
+        "",
+        "38: stages.denoise: denoise needs 'embeds'; add it to with:",
+    ),
     "literal for a value": (
         "embeds: $encode.embeds\n",
         "embeds: x\n",
         "42: stages.denoise.with.embeds: expected embeds, a stage's output such as $stage.embeds; got 'x'",
     ),
-    "argument's kind": ("seed: $seed", "seed: $prompt", "47: stages.denoise.with.seed: expected int, and $prompt is str"),
-    "unknown component": ("uses: [vae]", "uses: [vea]", "50: stages.decode.uses.0: unknown component 'vea'; did you mean 'vae'?"),
-    "component twice": ("uses: [vae]", "uses: [vae, vae]", "50: stages.decode.uses.1: 'vae' is given twice"),
+    "argument's kind": (
+        "seed: $seed",
+        "seed: $prompt",
+        "47: stages.denoise.with.seed: expected int, and $prompt is str",
+    ),
+    "unknown component": (
+        "uses: [vae]",
+        "uses: [vea]",
+        "50: stages.decode.uses.0: unknown component 'vea'; did you mean 'vae'?",
+    ),
+    "component twice": (
+        "uses: [vae]",
+        "uses: [vae, vae]",
+        "50: stages.decode.uses.1: 'vae' is given twice",
+    ),
     "dangling input": (
         "$height\n",
         "$heigth\n",
@@ -189,7 +242,11 @@ STRICT = {
         "uses: [text_encoder]",
         "18: components.text_encoder_2: no stage uses it; add it to uses: of a stage, or remove it",
     ),
-    "unused input": ("seed: $seed", "seed: 0", "13: inputs.seed: no stage reads it; remove it, or use it"),
+    "unused input": (
+        "seed: $seed",
+        "seed: 0",
+        "13: inputs.seed: no stage reads it; remove it, or use it",
+    ),
     "unused stage": (
         "outputs: {image: $decode.image}",
         "  again: {op: encode_prompt, with: {prompt: $prompt}}\noutputs: {image: $decode.image}",
@@ -204,33 +261,58 @@ def test_refused(old: str, new: str, message: str, tmp_path: Path) -> None:
 
 
 def test_one_mistake_is_one_problem(tmp_path: Path) -> None:
-    for case in ("unknown key", "dangling input", "dangling output", "unknown component", "wrong type", "unknown op"):
+    for case in (
+        "unknown key",
+        "dangling input",
+        "dangling output",
+        "unknown component",
+        "wrong type",
+        "unknown op",
+    ):
         old, new, message = STRICT[case]
         assert refusal(written(tmp_path, (old, new))) == [message]
 
 
 def test_all_problems_are_said_in_the_order_of_lines(tmp_path: Path) -> None:
-    path = written(tmp_path, ("uses: [vae]", "use: [vae]"), ("dtype: bfloat16", "dtype: bf16"), ("default: 4", "default: []"))
+    path = written(
+        tmp_path,
+        ("uses: [vae]", "use: [vae]"),
+        ("dtype: bfloat16", "dtype: bf16"),
+        ("default: 4", "default: []"),
+    )
     assert [line.split(":")[0] for line in refusal(path)] == ["11", "17", "50"]
 
 
 def test_a_cycle_is_named_by_its_members(tmp_path: Path) -> None:
     path = written(tmp_path, ("embeds: $encode.embeds\n", "embeds: $decode.image\n"))
-    assert "38: stages.denoise: stages form a cycle: denoise -> decode -> denoise; remove one of these references" in refusal(path)
+    assert (
+        "38: stages.denoise: stages form a cycle: denoise -> decode -> denoise; remove one of these references"
+        in refusal(path)
+    )
     path = written(tmp_path, ("{prompt: $prompt,", "{prompt: $decode.image,"))
-    assert any("34: stages.encode: stages form a cycle: encode -> denoise -> decode -> encode;" in line for line in refusal(path))
+    assert any(
+        "34: stages.encode: stages form a cycle: encode -> denoise -> decode -> encode;" in line
+        for line in refusal(path)
+    )
 
 
 def test_allow_narrows(tmp_path: Path) -> None:
     lines = refusal(written(tmp_path, ("name:", "allow: [diffusers]\nname:")))
-    assert [line.split(": ")[1] for line in lines][:2] == ["components.text_encoder.class", "components.text_encoder_2.class"]
-    assert lines[0].endswith("is outside the trusted packages (diffusers); allow: leaves transformers out: add it there")
+    assert [line.split(": ")[1] for line in lines][:2] == [
+        "components.text_encoder.class",
+        "components.text_encoder_2.class",
+    ]
+    assert lines[0].endswith(
+        "is outside the trusted packages (diffusers); allow: leaves transformers out: add it there"
+    )
 
 
 def test_bad_json_is_said_with_its_own_line(tmp_path: Path) -> None:
     (tmp_path / "t5.json").write_text('{\n  "d_model": \n}')
     path = written(tmp_path, (f"{GRAPHS}/configs/tiny-t5.json", "t5.json"))
-    assert refusal(path) == [f"18: components.text_encoder_2.config: {tmp_path}/t5.json:3: is not JSON: Expecting value"]
+    assert refusal(path) == [
+        f"18: components.text_encoder_2.config: {tmp_path}/t5.json:3: is not JSON: Expecting value"
+    ]
 
 
 NOT_YAML = {
@@ -243,14 +325,20 @@ NOT_YAML = {
     "list as key": (b"? [a]\n: 1", "1: not YAML: found unhashable key"),
     "impossible date": (b"a: 2024-13-45", "file: not YAML: month must be in 1..12"),
     "not UTF-8": (b"a: \xff\xfe", "file: not a text file: byte 3 is not UTF-8"),
-    "control character": (b"a: \x00", "file: not YAML: special characters are not allowed at character 3"),
+    "control character": (
+        b"a: \x00",
+        "file: not YAML: special characters are not allowed at character 3",
+    ),
     "unsafe tag": (
         b"a: !!python/object/apply:os.system [ls]",
         "1: not YAML: the tag 'tag:yaml.org,2002:python/object/apply:os.system' is not read: leave it out",
     ),
     "alias in itself": (b"a: &a [*a]", "1: an alias that contains itself"),
     "billion laughs": (
-        b"a0: &a0 [x]\n" + b"".join(b"a%d: &a%d [%s]\n" % (n, n, b", ".join([b"*a%d" % (n - 1)] * 10)) for n in range(1, 10)),
+        b"a0: &a0 [x]\n"
+        + b"".join(
+            b"a%d: &a%d [%s]\n" % (n, n, b", ".join([b"*a%d" % (n - 1)] * 10)) for n in range(1, 10)
+        ),
         "5: it has 21,111 entries once its aliases are expanded, and at most 20,000 are accepted; if this is meant: "
         "graphrun --limit nodes=21111 ..., in Python graphrun.raise_limits(nodes=21111)",
     ),
@@ -268,15 +356,24 @@ def test_unreadable(content: bytes, message: str, tmp_path: Path) -> None:
 def test_no_file(tmp_path: Path) -> None:
     assert refusal(tmp_path / "missing.yaml") == ["file: no such file"]
     (folder,) = refusal(tmp_path)
-    assert folder.startswith(f"file: is a folder, not a graph file; to make one: graphrun import {tmp_path} -o ")
+    assert folder.startswith(
+        f"file: is a folder, not a graph file; to make one: graphrun import {tmp_path} -o "
+    )
 
 
 def test_a_local_source_gives_the_configs(tmp_path: Path) -> None:
-    """A folder in the layout of diffusers, named relative to the graph file; the digest is that of the configs written out."""
+    """A folder in the layout of diffusers, named relative to the graph file; the digest is that of
+    the configs written out."""
     folder = tmp_path / "model" / "text_encoder_2"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text((GRAPHS / "configs/tiny-t5.json").read_text())
-    graph = load(written(tmp_path, (f"config: {GRAPHS}/configs/tiny-t5.json, ", ""), ("name:", "source: ./model\nname:")))
+    graph = load(
+        written(
+            tmp_path,
+            (f"config: {GRAPHS}/configs/tiny-t5.json, ", ""),
+            ("name:", "source: ./model\nname:"),
+        )
+    )
     assert graph.component("text_encoder_2").config["d_model"] == 96
     assert graph.component("text_encoder_2").source == str(folder)
     assert graph.digest == load(GRAPHS / "flux-tiny.yaml").digest
@@ -284,7 +381,11 @@ def test_a_local_source_gives_the_configs(tmp_path: Path) -> None:
 
 def test_a_hub_source_is_split_by_component(tmp_path: Path) -> None:
     graph = load(
-        written(tmp_path, ("name:", "source: owner/repo\nname:"), (f"config: {GRAPHS}/configs/tiny-t5.json", "source: a/t5"))
+        written(
+            tmp_path,
+            ("name:", "source: owner/repo\nname:"),
+            (f"config: {GRAPHS}/configs/tiny-t5.json", "source: a/t5"),
+        )
     )
     assert graph.component("text_encoder").source == "owner/repo/text_encoder"
     assert graph.component("text_encoder_2").source == "a/t5"
@@ -299,22 +400,47 @@ def test_an_optional_input_may_be_left_out_and_is_nothing_then(tmp_path: Path) -
     assert graph.resolve({"prompt": "a"})["prompt"] == "a"
     planned = settings_of(graph, graph.for_planning({}))
     assert completed(graph, planned, {})["prompt"] is None
-    with pytest.raises(PlanError, match="the plan is for prompt=None, this run has prompt=one text"):
+    with pytest.raises(
+        PlanError, match="the plan is for prompt=None, this run has prompt=one text"
+    ):
         completed(graph, planned, {"prompt": "a"})
     both = refusal(written(tmp_path, (old, "{type: str, default: a, optional: true}")))
-    assert both == ["8: inputs.prompt.optional: 'prompt' has a default, so it may be left out anyway: remove one of them"]
+    assert both == [
+        "8: inputs.prompt.optional: 'prompt' has a default, so it may be left out anyway: remove one of them"
+    ]
 
 
 @pytest.mark.parametrize(
-    "name", ["../../x", "/abs/x", "..", ".", ".x", "-x", "a/b", "a\\\\b", "a b", "é", "x" * 65, 'x\\"; import os']
+    "name",
+    [
+        "../../x",
+        "/abs/x",
+        "..",
+        ".",
+        ".x",
+        "-x",
+        "a/b",
+        "a\\\\b",
+        "a b",
+        "é",
+        "x" * 65,
+        'x\\"; import os',
+    ],
 )
 def test_a_graphs_name_is_a_files_name(tmp_path: Path, name: str) -> None:
     (line,) = refusal(written(tmp_path, ("name: flux-tiny", f'name: "{name}"')))
     assert line.startswith("4: name: ")
-    assert "cannot be a graph's name, since output files are named by it: letters, digits, dots," in line
+    assert (
+        "cannot be a graph's name, since output files are named by it: letters, digits, dots,"
+        in line
+    )
     assert load(written(tmp_path, ("name: flux-tiny", "name: Flux.1-dev_2"))).name == "Flux.1-dev_2"
 
 
 def test_a_long_name_of_a_stage_is_refused_before_it_is_a_file(tmp_path: Path) -> None:
-    (line,) = refusal(written(tmp_path, ("  decode:\n", f"  {'d' * 65}:\n"), ("$decode.image", f"${'d' * 65}.image")))
+    (line,) = refusal(
+        written(
+            tmp_path, ("  decode:\n", f"  {'d' * 65}:\n"), ("$decode.image", f"${'d' * 65}.image")
+        )
+    )
     assert "at most 64" in line

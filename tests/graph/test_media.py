@@ -1,4 +1,5 @@
-"""Images, masks, videos and audio as inputs: files and objects, what is refused, what a plan and a key see of them."""
+"""Images, masks, videos and audio as inputs: files and objects, what is refused, what a plan and a
+key see of them."""
 
 from __future__ import annotations
 
@@ -72,9 +73,16 @@ def test_a_video_is_a_list_of_frames(tmp_path: Path, name: str) -> None:
 
 def test_a_video_may_be_a_folder_or_a_list_of_frames(tmp_path: Path) -> None:
     files = [picture(tmp_path / f"{number}.png", seed=number) for number in range(3)]
-    folder, listed = media.accept("video", tmp_path), media.accept("video", [str(file) for file in files])
+    folder, listed = (
+        media.accept("video", tmp_path),
+        media.accept("video", [str(file) for file in files]),
+    )
     assert media.told(folder) == media.told(listed) == "3 of 6x4"
-    assert media.fingerprint(folder) == media.fingerprint(listed) != media.fingerprint(media.accept("video", files[::-1]))
+    assert (
+        media.fingerprint(folder)
+        == media.fingerprint(listed)
+        != media.fingerprint(media.accept("video", files[::-1]))
+    )
 
 
 def test_sound_is_samples_by_channel_between_minus_one_and_one(tmp_path: Path) -> None:
@@ -124,7 +132,11 @@ def test_a_tensor_is_alone_in_its_file(tmp_path: Path) -> None:
     save_file({"x": value}, file)
     accepted = media.accept("tensor", str(file))
     assert torch.equal(accepted.open(), value)
-    assert accepted.told == media.told(media.blank("tensor", {"shape": (1, 2, 3)})) == "float32[1, 2, 3]"
+    assert (
+        accepted.told
+        == media.told(media.blank("tensor", {"shape": (1, 2, 3)}))
+        == "float32[1, 2, 3]"
+    )
     save_file({"x": value, "y": value + 1}, file)
     with pytest.raises(InputError, match=r"a\.safetensors: has changed"):
         accepted.open()
@@ -137,7 +149,10 @@ def test_a_tensor_is_alone_in_its_file(tmp_path: Path) -> None:
         media.blank("tensor", {"shape": (2**40,)})
 
 
-@pytest.mark.parametrize(("kind", "value"), [("image", 3), ("image", np.zeros(5)), ("video", []), ("audio", None), ("mask", [1])])
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [("image", 3), ("image", np.zeros(5)), ("video", []), ("audio", None), ("mask", [1])],
+)
 def test_objects_of_another_kind_are_refused(kind: str, value: Any) -> None:
     with pytest.raises(ValueError, match="is not (an image|a mask|a video|audio)"):
         media.accept(kind, value)

@@ -1,4 +1,5 @@
-"""A graph as networkx has it: against `Graph`'s own order and reach, for the reference graphs and for graphs made at random."""
+"""A graph as networkx has it: against `Graph`'s own order and reach, for the reference graphs and
+for graphs made at random."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def expected_order(reads: dict[str, set[str]]) -> list[str]:
     """By networkx: each stage behind those that it reads of, ties in the order of the file."""
     graph = networkx.DiGraph()
     graph.add_nodes_from(reads)
-    graph.add_edges_from((producer, name) for name, producers in reads.items() for producer in producers)
+    graph.add_edges_from(
+        (producer, name) for name, producers in reads.items() for producer in producers
+    )
     return list(networkx.lexicographical_topological_sort(graph, key=list(reads).index))
 
 
@@ -43,17 +46,26 @@ def test_the_order_of_a_reference_graph_is_networkx_s(path: Path) -> None:
         load(path, trust=["pyramid_dit", "video_vae", "diffusion_schedulers"]),
         yaml.safe_load(path.read_text())["stages"],
     )
-    reads = {name: {of[1:].split(".")[0] for of in _texts(written[name]) if of[:1] == "$" and "." in of} for name in written}
+    reads = {
+        name: {of[1:].split(".")[0] for of in _texts(written[name]) if of[:1] == "$" and "." in of}
+        for name in written
+    }
     assert [stage.name for stage in graph.stages] == expected_order(reads)
     made = graph.to_networkx()
     assert networkx.is_directed_acyclic_graph(made)
-    assert {node for node, kind in made.nodes(data="kind") if kind == "component"} == {f"component:{of}" for of in graph.components}
+    assert {node for node, kind in made.nodes(data="kind") if kind == "component"} == {
+        f"component:{of}" for of in graph.components
+    }
 
 
 def _texts(value: Any) -> list[str]:
     """Every text in a part of a YAML file."""
     if isinstance(value, (dict, list)):
-        return [text for item in (value.values() if isinstance(value, dict) else value) for text in _texts(item)]
+        return [
+            text
+            for item in (value.values() if isinstance(value, dict) else value)
+            for text in _texts(item)
+        ]
     return [value] if isinstance(value, str) else []
 
 
@@ -61,7 +73,10 @@ def _texts(value: Any) -> list[str]:
 @given(SEEDS)
 def test_the_order_of_any_stages_is_networkx_s(seed: int) -> None:
     stages = random_stages(seed)
-    reads = {name: {of.name for of in stage.references if of.kind == "stage"} for name, stage in stages.items()}
+    reads = {
+        name: {of.name for of in stage.references if of.kind == "stage"}
+        for name, stage in stages.items()
+    }
     assert [stage.name for stage in order_stages(stages)] == expected_order(reads)
 
 
@@ -69,9 +84,19 @@ def test_nodes_and_edges_have_what_the_file_says() -> None:
     made = TINY.to_networkx()
     assert made.graph["name"] == "flux-tiny"
     assert list(made)[:2] == ["input:prompt", "input:height"]
-    assert made.nodes["input:height"] == {"kind": "input", "name": "height", "type": "int", "required": False}
+    assert made.nodes["input:height"] == {
+        "kind": "input",
+        "name": "height",
+        "type": "int",
+        "required": False,
+    }
     assert load(GRAPHS / "flux-dev.yaml").to_networkx().nodes["input:prompt"]["required"]
-    encoder = {"kind": "component", "name": "text_encoder", "class_path": "transformers.CLIPTextModel", "dtype": "bfloat16"}
+    encoder = {
+        "kind": "component",
+        "name": "text_encoder",
+        "class_path": "transformers.CLIPTextModel",
+        "dtype": "bfloat16",
+    }
     assert made.nodes["component:text_encoder"] == encoder
     assert made.nodes["stage:encode"] == {"kind": "stage", "name": "encode", "op": "encode_prompt"}
     assert made.nodes["value:encode.embeds"] == {
@@ -89,7 +114,9 @@ def test_nodes_and_edges_have_what_the_file_says() -> None:
         ("stage:denoise", "value:denoise.latents"),
         ("stage:decode", "value:decode.image"),
     }
-    assert edges(made, "uses") == {(f"component:{of}", f"stage:{stage.name}") for stage in TINY.stages for of in stage.uses}
+    assert edges(made, "uses") == {
+        (f"component:{of}", f"stage:{stage.name}") for stage in TINY.stages for of in stage.uses
+    }
 
 
 def test_values_made_before_have_no_stage() -> None:
@@ -98,18 +125,30 @@ def test_values_made_before_have_no_stage() -> None:
     assert made.nodes["value:encode.embeds"]["precomputed"]
     assert not list(made.predecessors("value:encode.embeds"))
     assert set(made.successors("value:encode.embeds")) == {"stage:denoise", "stage:decode"}
-    asked = replace(TINY, outputs={**TINY.outputs, "embeds": Reference("stage", "encode", "embeds")})
+    asked = replace(
+        TINY, outputs={**TINY.outputs, "embeds": Reference("stage", "encode", "embeds")}
+    )
     assert asked.with_precomputed(["encode"]).to_networkx().nodes["output:embeds"]["type"] == "any"
 
 
 def test_an_estimate_adds_bytes_and_seconds() -> None:
     estimate = {
-        "components": [{"name": "vae", "dtype": "bfloat16", "parameters": 7, "weights": {"bfloat16": {"bytes": 14}}}],
+        "components": [
+            {
+                "name": "vae",
+                "dtype": "bfloat16",
+                "parameters": 7,
+                "weights": {"bfloat16": {"bytes": 14}},
+            }
+        ],
         "values": [{"name": "denoise.latents", "bytes": 5}, {"name": "of.another", "bytes": 1}],
         "phases": [{"stage": "encode", "seconds": 1.0}, {"stage": "encode", "seconds": 2.0}],
     }
     made = TINY.to_networkx(estimate)
-    assert (made.nodes["component:vae"]["bytes"], made.nodes["component:vae"]["parameters"]) == (14, 7)
+    assert (made.nodes["component:vae"]["bytes"], made.nodes["component:vae"]["parameters"]) == (
+        14,
+        7,
+    )
     assert made.nodes["value:denoise.latents"]["bytes"] == 5
     assert made.nodes["stage:encode"]["seconds"] == 3.0
     assert "value:of.another" not in made
@@ -139,7 +178,11 @@ def test_the_reduction_keeps_what_reaches_what_and_no_edge_too_many(seed: int) -
         flow.remove_edge(tail, head)
         assert not networkx.has_path(flow, tail, head), "without it the order is another"
         flow.add_edge(tail, head)
-    lost = {(node, f"stage:{name}") for node, names in made.nodes(data="also_read_by", default=()) for name in names}
+    lost = {
+        (node, f"stage:{name}")
+        for node, names in made.nodes(data="also_read_by", default=())
+        for name in names
+    }
     assert lost == set(full.edges) - set(made.edges)
 
 

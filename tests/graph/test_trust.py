@@ -1,4 +1,5 @@
-"""A graph file runs no code by its own word: it names the usual classes of two libraries, and others where the caller says so."""
+"""A graph file runs no code by its own word: it names the usual classes of two libraries, and
+others where the caller says so."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ BUDGET = ("--device", "sim", "--vram", "64M", "--set", "steps=1")
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A package ``mine`` with a scheduler, which leaves the file that is returned behind where it is imported."""
+    """A package ``mine`` with a scheduler, which leaves the file that is returned behind where it
+    is imported."""
     ran = tmp_path / "ran"
     (tmp_path / "mine.py").write_text(
         f"import pathlib, diffusers\npathlib.Path({str(ran)!r}).touch()\n"
@@ -45,11 +47,18 @@ def asking(folder: Path, package: str, part: str) -> Path:
 
 
 @pytest.mark.parametrize("command", ["plan", "run", "explain", "frontier", "estimate", "batch"])
-def test_a_file_that_allows_itself_a_command_runs_none(graphrun: Cli, tmp_path: Path, command: str) -> None:
+def test_a_file_that_allows_itself_a_command_runs_none(
+    graphrun: Cli, tmp_path: Path, command: str
+) -> None:
     ran = tmp_path / "ran"
-    path = asking(tmp_path, "subprocess", f"{{class: subprocess.Popen, config: {{args: [touch, {ran}]}}}}")
+    path = asking(
+        tmp_path, "subprocess", f"{{class: subprocess.Popen, config: {{args: [touch, {ran}]}}}}"
+    )
     (tmp_path / "requests.jsonl").write_text('{"prompt": "a"}\n')
-    more = {"estimate": ("--device", "sim"), "batch": (*BUDGET, "--inputs", "requests.jsonl", "--resume")}.get(command, BUDGET)
+    more = {
+        "estimate": ("--device", "sim"),
+        "batch": (*BUDGET, "--inputs", "requests.jsonl", "--resume"),
+    }.get(command, BUDGET)
     code, _, said = graphrun("run" if command == "batch" else command, str(path), *more)
     assert not ran.exists()
     assert code == 2
@@ -60,7 +69,9 @@ def test_a_file_that_allows_itself_a_command_runs_none(graphrun: Cli, tmp_path: 
 
 
 @pytest.mark.long
-def test_a_package_runs_where_the_caller_trusts_it_and_no_plan_does(graphrun: Cli, tmp_path: Path, mine: Path) -> None:
+def test_a_package_runs_where_the_caller_trusts_it_and_no_plan_does(
+    graphrun: Cli, tmp_path: Path, mine: Path
+) -> None:
     path = asking(tmp_path, "mine", "{class: mine.Own, config: {}}")
     few = ("--device", "sim", "--vram", "64M", "--until", "encode")
     assert graphrun("plan", str(path), *few, "-o", "plan.json")[0] == 2
@@ -68,11 +79,18 @@ def test_a_package_runs_where_the_caller_trusts_it_and_no_plan_does(graphrun: Cl
     code, _, said = graphrun("plan", str(path), *few, "-o", "plan.json", "--trust-package", "mine")
     assert (code, said) == (0, "")
     assert mine.exists()
-    for command in (("run", "plan.json"), ("explain", "plan.json"), ("export", "plan.json", "--as", "diffusers")):
+    for command in (
+        ("run", "plan.json"),
+        ("explain", "plan.json"),
+        ("export", "plan.json", "--as", "diffusers"),
+    ):
         code, _, said = graphrun(*command)
         assert (code, "--trust-package mine" in said) == (2, True)
     assert graphrun("explain", "plan.json", "--trust-package", "mine")[0] == 0
-    assert "can be exported" in graphrun("export", "plan.json", "--as", "diffusers", "--trust-package", "mine")[2]
+    assert (
+        "can be exported"
+        in graphrun("export", "plan.json", "--as", "diffusers", "--trust-package", "mine")[2]
+    )
     assert load(path, ["mine"]).trust == ("mine",)
     with pytest.raises(GraphError, match=r"trust=\['mine'\]"):
         load(path)
@@ -85,7 +103,8 @@ def test_the_callers_word_is_enough(tmp_path: Path, mine: Path, allow: str) -> N
     assert load(path, ["mine"]).parts["scheduler"].class_path == "mine.Own"
 
 
-# What a file might name in the two libraries that is none of a graph's things, by where it would stand.
+# What a file might name in the two libraries that is none of a graph's things, by where it would
+# stand.
 REFUSED = {
     "transformers.Trainer": "part",
     "transformers.AutoModel": "part",
@@ -132,12 +151,23 @@ def test_a_class_of_another_kind_is_refused_and_said_with_its_line(name: str) ->
 @pytest.mark.parametrize(
     ("named", "needed"),
     [
-        (SCHEDULER, "a scheduler, guider, tokenizer or processor: such a class has from_config or from_pretrained"),
-        ("class: diffusers.AutoencoderKL", "a module with weights: such a class is a torch.nn.Module"),
-        ("pipeline: diffusers.FluxPipeline", "a pipeline: such a class is a DiffusionPipeline or ModularPipeline of diffusers"),
+        (
+            SCHEDULER,
+            "a scheduler, guider, tokenizer or processor: such a class has from_config or from_pretrained",
+        ),
+        (
+            "class: diffusers.AutoencoderKL",
+            "a module with weights: such a class is a torch.nn.Module",
+        ),
+        (
+            "pipeline: diffusers.FluxPipeline",
+            "a pipeline: such a class is a DiffusionPipeline or ModularPipeline of diffusers",
+        ),
     ],
 )
-def test_a_trusted_class_of_the_wrong_kind_is_never_made(graphrun: Cli, tmp_path: Path, named: str, needed: str) -> None:
+def test_a_trusted_class_of_the_wrong_kind_is_never_made(
+    graphrun: Cli, tmp_path: Path, named: str, needed: str
+) -> None:
     ran = tmp_path / "ran"
     key = named.partition(": ")[0]
     wrong = (
@@ -148,10 +178,16 @@ def test_a_trusted_class_of_the_wrong_kind_is_never_made(graphrun: Cli, tmp_path
     path = asking(tmp_path, "subprocess", SCHEDULER.partition(": ")[2])
     text = path.read_text().replace(f"{GRAPHS}/configs/flux-scheduler", "configs/flux-scheduler")
     assert named in text
-    path.write_text(text.replace(named, wrong).replace(" configs/flux-scheduler", f" {GRAPHS}/configs/flux-scheduler"))
+    path.write_text(
+        text.replace(named, wrong).replace(
+            " configs/flux-scheduler", f" {GRAPHS}/configs/flux-scheduler"
+        )
+    )
     line = path.read_text().partition("subprocess.Popen")[0].count("\n") + 1
     for command in ("plan", "run"):
-        code, _, said = graphrun(command, str(path), *BUDGET, "--no-cache", "--trust-package", "subprocess")
+        code, _, said = graphrun(
+            command, str(path), *BUDGET, "--no-cache", "--trust-package", "subprocess"
+        )
         assert (code, "Traceback" in said) == (2, False), said
         assert f"{path}:{line}: subprocess.Popen is not {needed}" in said
     assert not ran.exists()
@@ -176,10 +212,18 @@ def test_what_pipelines_are_made_of_may_be_named(name: str) -> None:
     assert resolve_class(name, (), "", "part").__module__.startswith(name.partition(".")[0])
 
 
-def test_a_refused_pipeline_and_part_are_said_with_the_files_line(graphrun: Cli, tmp_path: Path) -> None:
-    path = asking(tmp_path, "diffusers", "{class: transformers.TrainingArguments, config: {output_dir: made}}")
+def test_a_refused_pipeline_and_part_are_said_with_the_files_line(
+    graphrun: Cli, tmp_path: Path
+) -> None:
+    path = asking(
+        tmp_path, "diffusers", "{class: transformers.TrainingArguments, config: {output_dir: made}}"
+    )
     code, _, said = graphrun("plan", str(path), *BUDGET, "--no-cache")
-    assert (code, f"{path}:32: transformers.TrainingArguments is not a scheduler" in said, "Traceback" in said) == (2, True, False)
+    assert (
+        code,
+        f"{path}:32: transformers.TrainingArguments is not a scheduler" in said,
+        "Traceback" in said,
+    ) == (2, True, False)
     path = asking(tmp_path, "diffusers", "{class: diffusers.DDIMScheduler, config: {}}")
     path.write_text(path.read_text().replace("diffusers.FluxPipeline", "transformers.Trainer"))
     code, _, said = graphrun("plan", str(path), *BUDGET, "--no-cache")

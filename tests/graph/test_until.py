@@ -19,7 +19,9 @@ def test_only_what_the_stage_needs_is_left() -> None:
     assert [stage.name for stage in encoding.stages] == ["encode"]
     assert set(encoding.inputs) == {"prompt", "max_sequence_length"}
     assert encoding.outputs == {"embeds": Reference("stage", "encode", "embeds")}
-    assert encoding.components == GRAPH.components, "pipelines read sizes from components that they do not enter"
+    assert encoding.components == GRAPH.components, (
+        "pipelines read sizes from components that they do not enter"
+    )
     assert encoding.digest != GRAPH.digest
     assert [stage.name for stage in GRAPH.until("denoise").stages] == ["encode", "denoise"]
     with pytest.raises(InputError, match="unknown input 'height'"):

@@ -1,6 +1,8 @@
-"""Many mutants of each kind of file (`fuzz`): ``make fuzz``, with SEED=7, SEEDS=10 (from there on) and MINUTES=30.
+"""Many mutants of each kind of file (`fuzz`): ``make fuzz``, with SEED=7, SEEDS=10 (from there on)
+and MINUTES=30.
 
-Each run adds its counts to those of runs with other seeds in the result file; a seed that is there already is not run again.
+Each run adds its counts to those of runs with other seeds in the result file; a seed that is there
+already is not run again.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from campaign import about  # noqa: E402
 from fuzz import READERS, outcome  # noqa: E402
 
 RESULT = Path(__file__).parents[2] / "benchmarks/results/fuzz.json"
+# of one seed; ten seeds are due
 EXAMPLES = {
     "graphs": 2_000,
     "plans": 500,
@@ -38,7 +41,7 @@ EXAMPLES = {
     "schedulers": 200,
     "components": 100,
     "prompts": 200,
-}  # of one seed; ten seeds are due
+}
 
 
 class TimeIsOver(KeyboardInterrupt):
@@ -46,12 +49,17 @@ class TimeIsOver(KeyboardInterrupt):
 
 
 def run(reader: str, seed: int, examples: int, until: float = float("inf")) -> dict[str, Any]:
-    """Counts of ``examples`` mutants from ``seed`` by outcome, the most seconds that one took, the failures with their mutants."""
+    """Counts of ``examples`` mutants from ``seed`` by outcome, the most seconds that one took, the
+    failures with their mutants."""
     outcomes, failures, most = Counter[str](), list[str](), 0.0
 
     @hypothesis.seed(seed)
     @hypothesis.settings(
-        max_examples=examples, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
     )
     @hypothesis.given(READERS[reader][0])
     def one(example: Any) -> None:
@@ -73,7 +81,8 @@ def run(reader: str, seed: int, examples: int, until: float = float("inf")) -> d
         "examples": outcomes.total() + len(failures),
         "outcomes": dict(outcomes),
         "most_seconds": round(most, 2),
-        "most_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,  # of this process until now, libraries included
+        "most_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        // 1024,  # of this process until now, libraries included
         "failures": failures,
     }
 
@@ -99,15 +108,23 @@ def main() -> None:
     parser.add_argument("--record", type=Path, default=RESULT)
     asked = parser.parse_args()
     until = time.time() + 60 * asked.minutes
-    for seed, reader in product(range(asked.seed, asked.seed + asked.seeds), asked.reader or READERS):
+    for seed, reader in product(
+        range(asked.seed, asked.seed + asked.seeds), asked.reader or READERS
+    ):
         sums = json.loads(asked.record.read_text()) if asked.record.exists() else {"readers": {}}
         before = sums["readers"].get(reader, {})
         if seed in before.get("seeds", ()) or time.time() > until:
             continue
         found = run(reader, seed, EXAMPLES[reader], until)
         sums["readers"][reader] = added(before, seed, found)
-        asked.record.write_text(json.dumps({"about": about(), "readers": sums["readers"]}, indent=1, sort_keys=True) + "\n")
-        print(f"{reader}, seed {seed}: {found['examples']} mutants, {len(found['failures'])} failures", flush=True)
+        asked.record.write_text(
+            json.dumps({"about": about(), "readers": sums["readers"]}, indent=1, sort_keys=True)
+            + "\n"
+        )
+        print(
+            f"{reader}, seed {seed}: {found['examples']} mutants, {len(found['failures'])} failures",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Plan files that are large, or make a small text large: refused by a limit, or read in work that grows with their size.
+"""Plan files that are large, or make a small text large: refused by a limit, or read in work that
+grows with their size.
 
 Work is counted: comparisons of names and numbers, and bytes that Python allocates."""
 
@@ -86,14 +87,22 @@ def planned(make_problem: Callable[..., Any]) -> Any:
 
 def changed(of: Problem, component: str, **fields: Any) -> Problem:
     """``of`` with ``fields`` of a component replaced, which is no longer split into layers."""
-    components = (replace(c, layers=None, **fields) if c.name == component else c for c in of.components)
+    components = (
+        replace(c, layers=None, **fields) if c.name == component else c for c in of.components
+    )
     return replace(of, components=tuple(components))
 
 
 def with_use(of: Problem, component: str, **fields: Any) -> Problem:
     """``of`` with ``fields`` of every use of a component replaced."""
     phases = (
-        replace(phase, uses=tuple(replace(u, layers=None, **fields) if u.component == component else u for u in phase.uses))
+        replace(
+            phase,
+            uses=tuple(
+                replace(u, layers=None, **fields) if u.component == component else u
+                for u in phase.uses
+            ),
+        )
         for phase in of.phases
     )
     return replace(of, phases=tuple(phases))
@@ -112,10 +121,15 @@ LINES = {
 
 
 @pytest.mark.parametrize("lines", LINES.values(), ids=LINES)
-def test_ranges_are_counted_before_they_are_expanded(lines: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_are_counted_before_they_are_expanded(
+    lines: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(LIMITS, "placements", 50_000)
     with python_bytes() as peak:
-        with pytest.raises(PlanError, match=r"blocks up to here, and at most 50,000 are accepted; .* --limit placements="):
+        with pytest.raises(
+            PlanError,
+            match=r"blocks up to here, and at most 50,000 are accepted; .* --limit placements=",
+        ):
             parse(f"plan 0\n{lines}")
         assert peak() < 40 * len(lines) + 4 * MIB
 
@@ -132,7 +146,13 @@ def test_numbers_of_too_many_digits(line: str) -> None:
 
 
 def test_a_long_line_is_quoted_by_its_beginning() -> None:
-    for line in ("x" * MIB, "slot " + "x" * MIB, "slot end\n  evict a " + "x" * MIB, "order", "slot end\n  evict " + "x" * MIB):
+    for line in (
+        "x" * MIB,
+        "slot " + "x" * MIB,
+        "slot end\n  evict a " + "x" * MIB,
+        "order",
+        "slot end\n  evict " + "x" * MIB,
+    ):
         with pytest.raises(PlanError) as caught:
             parse(f"plan 0\n{line}")
         assert len(str(caught.value)) < 1_000
@@ -148,7 +168,12 @@ def saved(folder: Path, solution: Any, problem: Problem, plan: Plan) -> Path:
 
 
 def phases(of: Problem, count: int) -> Problem:
-    return replace(of, phases=tuple(replace(of.phases[-1], index=number, trace=PhaseTrace()) for number in range(count)))
+    return replace(
+        of,
+        phases=tuple(
+            replace(of.phases[-1], index=number, trace=PhaseTrace()) for number in range(count)
+        ),
+    )
 
 
 LARGE: dict[str, tuple[Callable[[Problem], Problem], str]] = {
@@ -158,7 +183,9 @@ LARGE: dict[str, tuple[Callable[[Problem], Problem], str]] = {
     ),
     "phases": (lambda p: phases(p, 2_001), "it has 2,001 phases, and at most 2,000 are accepted"),
     "components": (
-        lambda p: replace(p, components=tuple(replace(p.components[0], name=f"c{n}") for n in range(2_001))),
+        lambda p: replace(
+            p, components=tuple(replace(p.components[0], name=f"c{n}") for n in range(2_001))
+        ),
         "it has 2,001 components, and at most 2,000",
     ),
     "variants": (
@@ -170,7 +197,10 @@ LARGE: dict[str, tuple[Callable[[Problem], Problem], str]] = {
         lambda p: changed(
             phases(p, 100),
             "vae",
-            groups=(replace(p.component("vae").groups[0], blocks=tuple(map(str, range(9_000)))), *p.component("vae").groups[1:]),
+            groups=(
+                replace(p.component("vae").groups[0], blocks=tuple(map(str, range(9_000)))),
+                *p.component("vae").groups[1:],
+            ),
         ),
         "its slots times its problem's blocks are [0-9,]+, and at most 1,000,000 .*--limit placements=",
     ),
@@ -178,23 +208,32 @@ LARGE: dict[str, tuple[Callable[[Problem], Problem], str]] = {
 
 
 @pytest.mark.parametrize(("change", "message"), LARGE.values(), ids=LARGE)
-def test_a_problem_that_is_too_large(change: Callable[[Problem], Problem], message: str, planned: Any, tmp_path: Path) -> None:
+def test_a_problem_that_is_too_large(
+    change: Callable[[Problem], Problem], message: str, planned: Any, tmp_path: Path
+) -> None:
     path = saved(tmp_path, planned, change(planned.problem), planned.plan)
     with pytest.raises(PlanError, match=f"plan.json: {message}"):
         plan_files.read_solution(path)
 
 
-def test_the_caller_raises_the_limit_of_a_plan(planned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_caller_raises_the_limit_of_a_plan(
+    planned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = saved(tmp_path, planned, planned.problem, planned.plan)
     monkeypatch.setattr(LIMITS, "entries", 3)
-    with pytest.raises(PlanError, match="it has 4 components, and at most 3 are accepted; .*graphrun --limit entries=4"):
+    with pytest.raises(
+        PlanError,
+        match="it has 4 components, and at most 3 are accepted; .*graphrun --limit entries=4",
+    ):
         plan_files.read(path)
     monkeypatch.setattr(LIMITS, "entries", 100)
     plan_files.read(path)
 
 
 @pytest.mark.parametrize("command", ["check", "explain", "plan", "report", "run"])
-def test_every_command_refuses_it_in_one_line(command: str, graphrun: Cli, planned: Any, tmp_path: Path) -> None:
+def test_every_command_refuses_it_in_one_line(
+    command: str, graphrun: Cli, planned: Any, tmp_path: Path
+) -> None:
     path = saved(tmp_path, planned, LARGE["calls"][0](planned.problem), planned.plan)
     code, out, err = graphrun(command, str(path))
     assert (code, out, len(err.splitlines())) == (2, "", 1)
@@ -205,7 +244,11 @@ def test_every_command_refuses_it_in_one_line(command: str, graphrun: Cli, plann
 def test_a_list_is_read_up_to_its_first_wrong_entry(planned: Any) -> None:
     data = planned.problem.to_json()
     phase = {**data["phases"][0], "uses": [{}] * COUNT}
-    for name, entries, errors in (("components", [0], 1), ("phases", [{}], 6), ("phases", [phase], 4)):
+    for name, entries, errors in (
+        ("components", [0], 1),
+        ("phases", [{}], 6),
+        ("phases", [phase], 4),
+    ):
         with pytest.raises(ValidationError) as caught:
             plan_files.problem_from({**data, name: entries * COUNT})
         assert caught.value.error_count() == errors
@@ -227,7 +270,9 @@ def test_a_plan_that_breaks_many_rules_is_not_listed_whole(planned: Any, tmp_pat
 def test_blocks_in_a_violation_are_ranges(planned: Any) -> None:
     problem, plan = planned.problem, planned.plan
     end = plan.slots[-1]
-    evict = parse("plan 0\nslot end\n  evict transformer transformer_blocks[0-3]").slots[0].actions[0]
+    evict = (
+        parse("plan 0\nslot end\n  evict transformer transformer_blocks[0-3]").slots[0].actions[0]
+    )
     broken = replace(plan, slots=(*plan.slots[:-1], replace(end, actions=(evict, *end.actions))))
     assert "transformer transformer_blocks[0-3] (" in check(problem, broken)[0].detail
 
@@ -240,13 +285,16 @@ def test_names_are_compared_once_each(planned: Any) -> None:
     assert not list(incoherent(changed(planned.problem, "text_encoder", groups=groups)))
     assert compared.count < 10 * COUNT
     compared.count = 0
-    variants = tuple((compared.name(f"c{number}"), "bfloat16 pinned device") for number in range(COUNT))
+    variants = tuple(
+        (compared.name(f"c{number}"), "bfloat16 pinned device") for number in range(COUNT)
+    )
     assert len(check(planned.problem, replace(planned.plan, variants=variants))) == LIMITS.problems
     assert compared.count < 10 * COUNT
 
 
 def in_a_row(of: Problem, compared: Compared) -> Problem:
-    """``of`` with `COUNT` blocks in the transformer, each of which gets what the one before it makes."""
+    """``of`` with `COUNT` blocks in the transformer, each of which gets what the one before it
+    makes."""
     component = of.component("transformer")
     blocks = tuple(compared.name(f"b{number}") for number in range(COUNT))
     groups = (component.groups[0], replace(component.groups[1], blocks=blocks), component.groups[2])
@@ -254,22 +302,36 @@ def in_a_row(of: Problem, compared: Compared) -> Problem:
     order = [*((1, n) for n in range(COUNT)), *((2, n) for n in range(more))]
     rows = tuple(LiveTensor(512, n, (n + 1,)) for n in range(COUNT + more))
     of = changed(of, "transformer", groups=groups)
-    return with_use(of, "transformer", order=tuple((k, compared.number(i), 0.0) for k, i in order), live_tensors=rows)
+    return with_use(
+        of,
+        "transformer",
+        order=tuple((k, compared.number(i), 0.0) for k, i in order),
+        live_tensors=rows,
+    )
 
 
 def test_live_tensors_are_read_once_each(planned: Any) -> None:
     compared = Compared()
     problem = in_a_row(planned.problem, compared)
-    use = next(use for phase in problem.phases for use in phase.uses if use.component == "transformer")
+    use = next(
+        use for phase in problem.phases for use in phase.uses if use.component == "transformer"
+    )
     assert not list(incoherent(problem))
     assert splits.arguments_bytes(use, problem.component("transformer")) == {}
     assert compared.count < 50 * COUNT
 
 
-def test_tensors_that_every_block_gets_are_rounded_once_each(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_that_every_block_gets_are_rounded_once_each(
+    planned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls, rounded = [], splits.round_up
-    monkeypatch.setattr(splits, "round_up", lambda *numbers: (calls.append(numbers), rounded(*numbers))[1])
-    rows = [LiveTensor(100 * number, 0, tuple(range(number, COUNT + 1)), given=True) for number in range(1, COUNT + 1)]
+    monkeypatch.setattr(
+        splits, "round_up", lambda *numbers: (calls.append(numbers), rounded(*numbers))[1]
+    )
+    rows = [
+        LiveTensor(100 * number, 0, tuple(range(number, COUNT + 1)), given=True)
+        for number in range(1, COUNT + 1)
+    ]
     found = splits.block_arguments(rows)
     assert len(calls) <= COUNT
     assert found[:3] == [0, rounded(100, 512), rounded(100, 512) + rounded(200, 512)]
@@ -280,8 +342,13 @@ def test_actions_that_load_nothing_are_not_compared_with_every_event(planned: An
     problem, plan = planned.problem, planned.plan
     number = next(n for n, slot in enumerate(plan.slots) if slot.part == "steady")
     more = (Load(compared.name("vae"), ()),) * COUNT
-    steady = replace(plan.slots[number], actions=(*plan.slots[number].actions[:-1], *more, plan.slots[number].actions[-1]))
-    simulated = simulate(problem, replace(plan, slots=(*plan.slots[:number], steady, *plan.slots[number + 1 :])))
+    steady = replace(
+        plan.slots[number],
+        actions=(*plan.slots[number].actions[:-1], *more, plan.slots[number].actions[-1]),
+    )
+    simulated = simulate(
+        problem, replace(plan, slots=(*plan.slots[:number], steady, *plan.slots[number + 1 :]))
+    )
     assert compared.count < 3 * COUNT
     assert simulated.seconds == planned.simulation.seconds
 
@@ -296,7 +363,9 @@ def test_repeats_are_compared_with_their_neighbours_only(monkeypatch: pytest.Mon
             return self.begin + self.period * self.times
 
     monkeypatch.setattr(phase_trace, "Repeat", Counted)
-    runs = [size for number in range(COUNT) for size in [512, 1024, 1536, 2048] * 2 + [10**6 + number]]
+    runs = [
+        size for number in range(COUNT) for size in [512, 1024, 1536, 2048] * 2 + [10**6 + number]
+    ]
     events = tuple((key, nbytes) for key, nbytes in enumerate(runs))
     repeats = repeats_in(events)[1]
     assert len(repeats) == COUNT
@@ -304,11 +373,16 @@ def test_repeats_are_compared_with_their_neighbours_only(monkeypatch: pytest.Mon
 
 
 def test_a_replay_of_traces_ends(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call allocates in an ever larger pool: no state comes again, and each is compared with all before it."""
-    problem = replace(planned.chosen, hardware=replace(planned.problem.hardware, caching_allocator=True))
+    """The call allocates in an ever larger pool: no state comes again, and each is compared with
+    all before it."""
+    problem = replace(
+        planned.chosen, hardware=replace(planned.problem.hardware, caching_allocator=True)
+    )
     events = [(number, 512 * (number % 7 + 1)) for number in range(200)]
     call = CallTrace("transformer", (*events, *((number, 0) for number, _ in events)))
-    phases = tuple(replace(phase, trace=PhaseTrace((call,), ((0, CALL),))) for phase in problem.phases)
+    phases = tuple(
+        replace(phase, trace=PhaseTrace((call,), ((0, CALL),))) for phase in problem.phases
+    )
     problem = replace(problem, phases=phases)
     reserved_bytes(problem, planned.plan)
     monkeypatch.setattr(LIMITS, "replay_steps", 1_000)
@@ -328,7 +402,11 @@ HOST = "  h{}: {{ram: 8G, devices: [{{id: 0, hardware: sim, vram: 4M}}]}}\n"
 LINK = "links: [{{between: [{}], bytes_per_second: 1.2e9, seconds: 1e-4}}]\n"
 CLUSTERS = {
     "hosts": (201, "", "it has 201 hosts, and at most 200 are accepted"),
-    "links": (2, LINK.format("h0, " * 2_001), "its links name 2,001 hosts, and at most 2,000 are accepted"),
+    "links": (
+        2,
+        LINK.format("h0, " * 2_001),
+        "its links name 2,001 hosts, and at most 2,000 are accepted",
+    ),
 }
 
 
@@ -341,10 +419,19 @@ def test_a_cluster_that_is_too_large(hosts: int, links: str, message: str, tmp_p
 
 
 PLACEMENTS = {
-    "items": (["place throughput items 999999999"], "it is for 999,999,999 items, and at most 100,000 are accepted"),
-    "sections": (["place latency items 1", *["device h/0 stages s", "plan 0"] * 201], "it has 201 sections of devices"),
+    "items": (
+        ["place throughput items 999999999"],
+        "it is for 999,999,999 items, and at most 100,000 are accepted",
+    ),
+    "sections": (
+        ["place latency items 1", *["device h/0 stages s", "plan 0"] * 201],
+        "it has 201 sections of devices",
+    ),
     "ranges": (
-        ["place latency items 1", *["device h/0 stages s", "plan 0", "slot end", "evict a g[0-9999]"] * 150],
+        [
+            "place latency items 1",
+            *["device h/0 stages s", "plan 0", "slot end", "evict a g[0-9999]"] * 150,
+        ],
         "the plan names 1,010,000 blocks up to here",
     ),
     "a long line": (["x" * MIB], "found 'x"),

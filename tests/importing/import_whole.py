@@ -1,4 +1,5 @@
-"""Tiny pipelines saved to folders and imported, and each pipeline's own output for the same arguments."""
+"""Tiny pipelines saved to folders and imported, and each pipeline's own output for the same
+arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ NAMES = {"num_inference_steps": "steps", "num_frames": "frames"}
 
 @dataclass(frozen=True)
 class Saved:
-    """The case ``name`` in a folder, with its pipeline and the arguments of its call except ``generator`` and ``output_type``."""
+    """The case ``name`` in a folder, with its pipeline and the arguments of its call except
+    ``generator`` and ``output_type``."""
 
     name: str
     folder: Path
@@ -41,21 +43,35 @@ class Saved:
     @property
     def sets(self) -> dict[str, Any]:
         """Defaults of inputs for that call, as a user would set them."""
-        found = {NAMES.get(k, k): v for k, v in self.arguments.items() if plain(v) and k not in ("prompt", "output_type")}
+        found = {
+            NAMES.get(k, k): v
+            for k, v in self.arguments.items()
+            if plain(v) and k not in ("prompt", "output_type")
+        }
         pictures = [v for v in self.arguments.values() if isinstance(v, Image.Image)]
         films = [v for v in self.arguments.values() if is_film(v)]
         sized = "height" in inspect.signature(type(self.pipe).__call__).parameters
         for one in [*pictures[:1], *(frames[0] for frames in films[:1])]:
             found |= {} if sized else {"height": one.height, "width": one.width}
-        tensors = {k: list(v.shape) for k, v in self.arguments.items() if isinstance(v, torch.Tensor) and media_kind(k) is None}
-        return found | tensors | ({"frames": len(films[0])} if films and "frames" not in found else {})
+        tensors = {
+            k: list(v.shape)
+            for k, v in self.arguments.items()
+            if isinstance(v, torch.Tensor) and media_kind(k) is None
+        }
+        return (
+            found | tensors | ({"frames": len(films[0])} if films and "frames" not in found else {})
+        )
 
     @property
     def inputs(self) -> dict[str, Any]:
         """The inputs of a run of the graph."""
-        inputs = {k: v for k, v in self.arguments.items() if k == "prompt" or not plain(v)} | {"seed": SEED}
+        inputs = {k: v for k, v in self.arguments.items() if k == "prompt" or not plain(v)} | {
+            "seed": SEED
+        }
         if self.name.endswith("-two"):
-            inputs |= {f"image_{number}": picture for number, picture in enumerate(inputs.pop("image"))}
+            inputs |= {
+                f"image_{number}": picture for number, picture in enumerate(inputs.pop("image"))
+            }
         return inputs
 
     @property
@@ -70,7 +86,9 @@ class Saved:
     def expected(self, **more: Any) -> Any:
         """The pipeline's own output: the first field of what it returns."""
         known = inspect.signature(type(self.pipe).__call__).parameters
-        generator = {"generator": torch.Generator().manual_seed(SEED)} if "generator" in known else {}
+        generator = (
+            {"generator": torch.Generator().manual_seed(SEED)} if "generator" in known else {}
+        )
         torch.manual_seed(1)
         output_type = {"output_type": "pil"} if "output_type" in known and self.pictured else {}
         made = self.pipe(**{**self.arguments, **generator, **output_type, **more})
@@ -78,7 +96,9 @@ class Saved:
 
 
 def plain(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str)) or (isinstance(value, list) and all(plain(item) for item in value))
+    return isinstance(value, (bool, int, float, str)) or (
+        isinstance(value, list) and all(plain(item) for item in value)
+    )
 
 
 def is_film(value: Any) -> bool:
@@ -95,21 +115,33 @@ def saved(name: str, folder: Path) -> Saved:
         arguments["image"] = picture(arguments["image"].shape[-1])
     if name.endswith("-two"):  # a graph has one input for each
         arguments |= {"image": film(2)}
-    return Saved(name, folder / name, pipe, arguments | ({"num_inference_steps": case.steps} if case.steps else {}))
+    return Saved(
+        name,
+        folder / name,
+        pipe,
+        arguments | ({"num_inference_steps": case.steps} if case.steps else {}),
+    )
 
 
 GRAPHS = Path(__file__).parent.parent.parent / "graphs"
 
 
 def of_graph(name: str, folder: Path) -> Saved:
-    """The pipeline of the reference graph ``name``, with its random weights, as `save_pretrained` leaves it in ``folder``."""
+    """The pipeline of the reference graph ``name``, with its random weights, as `save_pretrained`
+    leaves it in ``folder``."""
     graph = load(GRAPHS / f"{name}.yaml")
     modules = {key: build(component, graph) for key, component in graph.components.items()}
     parts = {key: build_part(part, graph) for key, part in graph.parts.items()}
     pipe = resolve_class(graph.pipeline, graph.trust)(**modules, **parts)
     pipe.set_progress_bar_config(disable=True)
     pipe.save_pretrained(folder / name)
-    arguments = {"prompt": "a lighthouse", "height": 64, "width": 64, "num_inference_steps": 2, "max_sequence_length": 16}
+    arguments = {
+        "prompt": "a lighthouse",
+        "height": 64,
+        "width": 64,
+        "num_inference_steps": 2,
+        "max_sequence_length": 16,
+    }
     return Saved(name, folder / name, pipe, arguments)
 
 
@@ -121,14 +153,25 @@ def planned(
     least: bool = False,
     cache: Path | None = None,
 ) -> Solution:
-    """A plan for ``graph`` on the simulated accelerator, with an ample budget or the ``least`` one."""
+    """A plan for ``graph`` on the simulated accelerator, with an ample budget or the ``least``
+    one."""
     pin = tuple(graph.components) if pinned else ()
-    ample = graphrun.estimate(graph, vram=AMPLE, ram=AMPLE, hardware="sim", inputs=inputs or {}, pin=pin, cache=cache)
-    return graphrun.plan(replace(ample, budget_bytes=smallest_budget(ample)) if least else ample, cache=cache)
+    ample = graphrun.estimate(
+        graph, vram=AMPLE, ram=AMPLE, hardware="sim", inputs=inputs or {}, pin=pin, cache=cache
+    )
+    return graphrun.plan(
+        replace(ample, budget_bytes=smallest_budget(ample)) if least else ample, cache=cache
+    )
 
 
-def run(graph: Graph, solution: Solution, inputs: Mapping[str, Any], modules: Mapping[str, Any] | None = None) -> Trace:
-    """Runs ``graph`` by its plan, with ``modules`` or the weights of its source. Asserts that nothing is left on the device."""
+def run(
+    graph: Graph,
+    solution: Solution,
+    inputs: Mapping[str, Any],
+    modules: Mapping[str, Any] | None = None,
+) -> Trace:
+    """Runs ``graph`` by its plan, with ``modules`` or the weights of its source. Asserts that
+    nothing is left on the device."""
     trace = graphrun.run(solution, graph, inputs, modules=modules)
     assert trace.left_bytes == 0
     return trace
@@ -142,7 +185,9 @@ def pixels(value: Any) -> np.ndarray[Any, Any]:
         return np.asarray(value)
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().float().numpy()
-    return np.stack([pixels(item) for item in value]) if isinstance(value, list) else np.asarray(value)
+    return (
+        np.stack([pixels(item) for item in value]) if isinstance(value, list) else np.asarray(value)
+    )
 
 
 def equal(made: Any, expected: Any) -> bool:

@@ -1,4 +1,5 @@
-"""Sources that cannot be imported: the error says what is wrong and what to do, and nothing is written."""
+"""Sources that cannot be imported: the error says what is wrong and what to do, and nothing is
+written."""
 
 from __future__ import annotations
 
@@ -65,12 +66,18 @@ def test_folders_that_lack_something(graphrun: Cli, copied: Path) -> None:
     assert "not JSON" in refused(graphrun, copied)
 
 
-def test_code_that_comes_with_a_checkpoint_is_never_run(graphrun: Cli, copied: Path, tmp_path: Path) -> None:
+def test_code_that_comes_with_a_checkpoint_is_never_run(
+    graphrun: Cli, copied: Path, tmp_path: Path
+) -> None:
     ran = tmp_path / "ran"
     code = f"open({str(ran)!r}, 'w')\n"
     (copied / "my_pipeline.py").write_text(code)
-    assert "such code is never run" in refused(graphrun, index(copied, _class_name=["my_pipeline", "MyPipeline"]))
-    assert "is never run from a checkpoint" in refused(graphrun, index(copied, _class_name="MyPipeline"))
+    assert "such code is never run" in refused(
+        graphrun, index(copied, _class_name=["my_pipeline", "MyPipeline"])
+    )
+    assert "is never run from a checkpoint" in refused(
+        graphrun, index(copied, _class_name="MyPipeline")
+    )
     index(copied, _class_name="StableDiffusionPipeline", unet=["my_unet", "MyUNet"])
     assert "never run" in refused(graphrun, copied)
     index(copied, unet=["diffusers", "UNet2DConditionModel"])
@@ -88,14 +95,19 @@ def test_classes_of_a_package_are_imported_where_the_caller_trusts_it(
         "class Net(diffusers.UNet2DConditionModel):\n    pass\n"
     )
     monkeypatch.syspath_prepend(tmp_path / "lib")
-    configs = [f"--config={name}={copied / name / 'config.json'}" for name in ("unet", "vae", "text_encoder")]
+    configs = [
+        f"--config={name}={copied / name / 'config.json'}"
+        for name in ("unet", "vae", "text_encoder")
+    ]
     small = ("--set", "height=16", "--set", "width=16", "--whole")
     assert "if you trust mine" in refused(graphrun, "mine.Own", *configs)
     index(copied, _class_name="Own", unet=["mine", "Net"])
     assert "is never run from a checkpoint" in refused(graphrun, copied)
     for number, asked in enumerate((("mine.Own", *configs), (str(copied),))):
         source, *more = asked
-        code, out, err = graphrun("import", source, "-o", f"{number}.yaml", *more, *small, "--trust-package", "mine")
+        code, out, err = graphrun(
+            "import", source, "-o", f"{number}.yaml", *more, *small, "--trust-package", "mine"
+        )
         assert code == 0, err
         assert f"wrote {number}.yaml: mine.Own, 3 components" in out
         assert "allow: [diffusers, transformers, mine]" in Path(f"{number}.yaml").read_text()
@@ -105,10 +117,14 @@ def test_classes_of_a_package_are_imported_where_the_caller_trusts_it(
 
 
 @pytest.mark.parametrize("name", ["../../out", "/out", "a/../../../out", "", "x" * 65])
-def test_a_part_whose_name_is_not_a_folder_name_is_refused_and_nothing_is_written(graphrun: Cli, copied: Path, name: str) -> None:
+def test_a_part_whose_name_is_not_a_folder_name_is_refused_and_nothing_is_written(
+    graphrun: Cli, copied: Path, name: str
+) -> None:
     index(copied, **{name: ["diffusers", "AutoencoderKL"]})
     before = sorted(copied.parent.rglob("*"))
-    assert f"{name!r} cannot be a part's name, which is that of its folder" in refused(graphrun, copied)
+    assert f"{name!r} cannot be a part's name, which is that of its folder" in refused(
+        graphrun, copied
+    )
     assert sorted(copied.parent.rglob("*")) == before
 
 
@@ -129,23 +145,40 @@ def test_invalid_classes(graphrun: Cli) -> None:
 def test_invalid_options(graphrun: Cli, pipeline: Path) -> None:
     assert "has no such part; it has" in refused(graphrun, pipeline, "--without", "text_encoder_9")
     assert "takes no such argument" in refused(graphrun, pipeline, "--set", "heigth=16")
-    assert "takes no such argument" in refused(graphrun, pipeline, "--set", "promtp=")  # an empty text is a value
+    # an empty text is a value
+    assert "takes no such argument" in refused(graphrun, pipeline, "--set", "promtp=")
     assert "did you mean 'unet'" in refused(graphrun, pipeline, "--dtype", "unt=float16")
     assert "it is bfloat16, float16, float32" in refused(graphrun, pipeline, "--dtype", "int8")
-    assert "--config is for a pipeline's class" in refused(graphrun, pipeline, "--config", "unet=x.json")
+    assert "--config is for a pipeline's class" in refused(
+        graphrun, pipeline, "--config", "unet=x.json"
+    )
     assert "--revision is for a repository" in refused(graphrun, pipeline, "--revision", "main")
 
 
-def test_an_existing_graph_file_is_not_overwritten(graphrun: Cli, pipeline: Path, tmp_path: Path) -> None:
+def test_an_existing_graph_file_is_not_overwritten(
+    graphrun: Cli, pipeline: Path, tmp_path: Path
+) -> None:
     (tmp_path / "graph.yaml").write_text("mine")
     assert "graph.yaml already exists; add --force" in refused(graphrun, pipeline)
     assert (tmp_path / "graph.yaml").read_text() == "mine"
-    code, out, err = graphrun("import", str(pipeline), "-o", "graph.yaml", "--force", "--set", "height=16", "--set", "width=16")
+    code, out, err = graphrun(
+        "import",
+        str(pipeline),
+        "-o",
+        "graph.yaml",
+        "--force",
+        "--set",
+        "height=16",
+        "--set",
+        "width=16",
+    )
     assert code == 0, err
     assert "decode   decode         vae.decode" in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["configs", "graph.yaml"]
     (tmp_path / "configs" / "other-unet.json").write_text("{}")
-    code, _, err = graphrun("import", str(pipeline), "-o", "other.yaml", "--set", "height=16", "--set", "width=16")
+    code, _, err = graphrun(
+        "import", str(pipeline), "-o", "other.yaml", "--set", "height=16", "--set", "width=16"
+    )
     assert code == 2
     assert "other-unet.json already exists and differs; add --force" in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["configs", "graph.yaml"]

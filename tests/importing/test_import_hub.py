@@ -1,4 +1,5 @@
-"""Import of hub repositories: only small files are fetched, or taken from the cache without a network."""
+"""Import of hub repositories: only small files are fetched, or taken from the cache without a
+network."""
 
 from __future__ import annotations
 
@@ -38,11 +39,15 @@ def test_of_a_repository_configurations_and_vocabularies_are_fetched_and_never_w
         "unet/model.onnx",
         "unet/openvino_model.bin",
     ]
-    chosen = filter_repo_objects(sorted(small + large), allow_patterns=list(SMALL), ignore_patterns=list(LARGE))
+    chosen = filter_repo_objects(
+        sorted(small + large), allow_patterns=list(SMALL), ignore_patterns=list(LARGE)
+    )
     assert list(chosen) == sorted(small)
 
 
-def test_a_repository_in_the_cache_is_imported_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repository_in_the_cache_is_imported_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = saved("StableDiffusionPipeline", tmp_path).folder
     for file in folder.rglob("*.safetensors"):
         file.unlink()
@@ -60,8 +65,11 @@ def test_a_repository_in_the_cache_is_imported_without_a_network(tmp_path: Path,
     assert {c.dtype for c in graph.components.values()} == {"float16"}
 
 
-def test_a_revision_is_pinned_as_the_commit_that_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the graph, in its components' sources and in the plan. None of them changes when the tag moves to another commit."""
+def test_a_revision_is_pinned_as_the_commit_that_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the graph, in its components' sources and in the plan. None of them changes when the tag
+    moves to another commit."""
     folder = saved("StableDiffusionPipeline", tmp_path).folder
     commits, root = {"main": "a" * 40, "v1": "b" * 40}, tmp_path / "cache" / "models--owner--tiny"
     (root / "refs").mkdir(parents=True)
@@ -84,5 +92,7 @@ def test_a_revision_is_pinned_as_the_commit_that_it_is(tmp_path: Path, monkeypat
 
 
 def test_an_unreachable_repository_is_an_error() -> None:
-    with pytest.raises(InputError, match="cannot get the configurations of owner/none at v1 from the hub"):
+    with pytest.raises(
+        InputError, match="cannot get the configurations of owner/none at v1 from the hub"
+    ):
         import_source("owner/none", Asked({}, {}, revision="v1"))

@@ -1,4 +1,5 @@
-"""Imported pipelines run by their plans under the least budget: the pipeline's own output, bit for bit."""
+"""Imported pipelines run by their plans under the least budget: the pipeline's own output, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ ALWAYS = (
 def test_an_imported_graph_makes_the_pipelines_own_output(name: str, tmp_path: Path) -> None:
     source = saved(name, tmp_path)
     graph = source.imported().write(tmp_path / "graph.yaml")
-    assert [stage.op for stage in graph.stages] == (["encode_prompt", "denoise", "decode"] if name in THREE else ["call"])
+    assert [stage.op for stage in graph.stages] == (
+        ["encode_prompt", "denoise", "decode"] if name in THREE else ["call"]
+    )
     trace = run(graph, planned(graph, source.inputs, least=True), source.inputs)
     assert equal(next(iter(trace.outputs.values())), source.expected())
 
@@ -57,13 +60,19 @@ def test_an_imported_graph_makes_the_pipelines_own_output(name: str, tmp_path: P
 def test_four_encoders_are_in_the_encode_stage(tmp_path: Path) -> None:
     source = of_graph("hidream-tiny", tmp_path)
     graph = source.imported().write(tmp_path / "graph.yaml")
-    assert graph.stage("encode").uses == ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
+    assert graph.stage("encode").uses == (
+        "text_encoder",
+        "text_encoder_2",
+        "text_encoder_3",
+        "text_encoder_4",
+    )
     trace = run(graph, planned(graph), source.inputs)
     assert equal(trace.outputs["image"], source.expected())
 
 
 def test_no_negative_prompt_differs_from_an_empty_one(tmp_path: Path) -> None:
-    """SDXL uses zeros as the negative embeddings only where there is no negative prompt; the graph supports both."""
+    """SDXL uses zeros as the negative embeddings only where there is no negative prompt; the graph
+    supports both."""
     source = saved("StableDiffusionXLPipeline", tmp_path)
     graph = source.imported().write(tmp_path / "graph.yaml")
     assert not graph.inputs["negative_prompt"].required
@@ -73,10 +82,16 @@ def test_no_negative_prompt_differs_from_an_empty_one(tmp_path: Path) -> None:
         assert equal(run(graph, solution, inputs).outputs["image"], source.expected(**more)), more
 
 
-@pytest.mark.parametrize(("name", "text"), [("StableDiffusionXLPipeline", "blurry"), ("StableAudioPipeline", "")])
-def test_a_negative_prompt_that_is_set_is_the_inputs_default(name: str, text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "text"), [("StableDiffusionXLPipeline", "blurry"), ("StableAudioPipeline", "")]
+)
+def test_a_negative_prompt_that_is_set_is_the_inputs_default(
+    name: str, text: str, tmp_path: Path
+) -> None:
     source = saved(name, tmp_path)
-    graph = source.imported(sets={**source.sets, "negative_prompt": text}).write(tmp_path / "graph.yaml")
+    graph = source.imported(sets={**source.sets, "negative_prompt": text}).write(
+        tmp_path / "graph.yaml"
+    )
     assert graph.inputs["negative_prompt"].default == text
 
 
@@ -85,7 +100,12 @@ def test_inputs_other_than_the_defaults_give_the_pipelines_own_output(tmp_path: 
     graph = source.imported().write(tmp_path / "graph.yaml")
     inputs = {**source.inputs, "batch": 2, "guidance_scale": 1.0, "steps": 3, "height": 32}
     made = run(graph, planned(graph, inputs), inputs).outputs["image"]
-    more = {"num_images_per_prompt": 2, "guidance_scale": 1.0, "num_inference_steps": 3, "height": 32}
+    more = {
+        "num_images_per_prompt": 2,
+        "guidance_scale": 1.0,
+        "num_inference_steps": 3,
+        "height": 32,
+    }
     assert equal(made, source.expected(**more))
 
 
@@ -115,7 +135,9 @@ def test_a_vae_that_decodes_in_tiles_alone(tmp_path: Path, monkeypatch: pytest.M
 def test_an_argument_that_is_a_mapping_is_in_the_file(tmp_path: Path) -> None:
     source = saved("HunyuanVideoPipeline", tmp_path)
     mapping = {"template": "a film of {}", "crop_start": 3}
-    graph = source.imported(sets={**source.sets, "prompt_template": mapping}).write(tmp_path / "graph.yaml")
+    graph = source.imported(sets={**source.sets, "prompt_template": mapping}).write(
+        tmp_path / "graph.yaml"
+    )
     assert graph.stage("make").arguments["prompt_template"] == mapping
     trace = run(graph, planned(graph), source.inputs)
     assert equal(trace.outputs["video"], source.expected(prompt_template=mapping))

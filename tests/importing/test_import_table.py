@@ -1,4 +1,5 @@
-"""Each tiny pipeline of the table in `docs/pipelines.md` is imported with the stages and for the reason that the table says."""
+"""Each tiny pipeline of the table in `docs/pipelines.md` is imported with the stages and for the
+reason that the table says."""
 
 from __future__ import annotations
 

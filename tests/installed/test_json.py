@@ -14,8 +14,12 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "json.md"
 Cli = Callable[..., tuple[int, str, str]]
 SIM = ("flux-tiny", "--device", "sim", "--ram", "8G", "--set", "steps=2")
 PLAN, COMMON = "plan, explain, map, run", "JSON of the commands"
-# Printed for graphs with several precisions, where a directive forbids a placement, and for several devices.
-NOT_HERE = {f"explain plan.json COMPONENT: alternatives[].{key}" for key in ("variant", "needs_permission", "refusal")}
+# Printed for graphs with several precisions, where a directive forbids a placement, and for several
+# devices.
+NOT_HERE = {
+    f"explain plan.json COMPONENT: alternatives[].{key}"
+    for key in ("variant", "needs_permission", "refusal")
+}
 HELPER_KEYS = ("hardware", "budget_bytes", "effective_bytes", "peak_bytes", "components[]")
 NOT_HERE |= {f"plan --cluster: crossings[].{key}" for key in ("value", "to[]", "nbytes", "seconds")}
 NOT_HERE |= {f"plan --cluster: devices[].helpers[].{key}" for key in ("hardware", "vram_bytes")}
@@ -47,7 +51,9 @@ def documented() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for section in re.split(r"^##? ", DOCUMENT.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
         rows = [row.split("|")[1] for row in section.splitlines() if row.startswith("| `")]
-        found[section.partition("\n")[0]] = {key for row in rows for key in re.findall("`([^`]+)`", row)}
+        found[section.partition("\n")[0]] = {
+            key for row in rows for key in re.findall("`([^`]+)`", row)
+        }
     return found
 
 
@@ -68,8 +74,11 @@ def keys(data: Any, at: str = "") -> Iterator[str]:
 
 
 def named_by(key: str, pattern: str) -> bool:
-    """Whether ``pattern`` of the document stands for the path ``key``, or for what would be in its empty list."""
-    return re.fullmatch(re.escape(pattern).replace("NAME", r"[\w-]+"), key) is not None or pattern.startswith(f"{key}.")
+    """Whether ``pattern`` of the document stands for the path ``key``, or for what would be in its
+    empty list."""
+    return re.fullmatch(
+        re.escape(pattern).replace("NAME", r"[\w-]+"), key
+    ) is not None or pattern.startswith(f"{key}.")
 
 
 @pytest.mark.long
@@ -78,11 +87,15 @@ def test_every_key_is_documented_and_printed(graphrun: Cli) -> None:
     assert graphrun("plan", *SIM, "--vram", "12M", "-o", "large.json")[0] == 0
     assert graphrun("export", "plan.json", "--as", "accelerate", "-o", "maps.json")[0] == 0
     broken = json.loads(Path("plan.json").read_text())
-    broken["actions"] = [re.sub(r"ring [\d.]+ [KM]iB", "ring 1 KiB", line) for line in broken["actions"]]
+    broken["actions"] = [
+        re.sub(r"ring [\d.]+ [KM]iB", "ring 1 KiB", line) for line in broken["actions"]
+    ]
     Path("broken.json").write_text(json.dumps(broken))
     Path("requests.jsonl").write_text('{"prompt": "a cat"}\n{"prompt": "a dog", "steps": 0}\n')
 
-    Path("cluster.yaml").write_text("{graphrun: 1, hosts: {a: {ram: 8G, devices: [{id: 0, hardware: sim, vram: 6M}]}}}")
+    Path("cluster.yaml").write_text(
+        "{graphrun: 1, hosts: {a: {ram: 8G, devices: [{id: 0, hardware: sim, vram: 6M}]}}}"
+    )
 
     sections, printed = documented(), dict[str, set[str]]()
     for section, command in CASES:

@@ -48,7 +48,12 @@ with attach(pipe, vram="64M", device="sim"):
 
 
 def without_posix(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache"), "USERNAME": "someone"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "USERNAME": "someone",
+    }
     command = [sys.executable, Path(__file__).with_name("without_posix.py"), code]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
@@ -66,15 +71,24 @@ def test_nothing_of_posix_alone_is_needed(tmp_path: Path) -> None:
         ("import fcntl", "this system has no fcntl"),
         ("import os; os.fchmod(1, 0o644)", "module 'os' has no attribute 'fchmod'"),
         ("import os; file = open('a', 'w'); os.replace('a', 'b')", "the file is in use"),
-        ("from pathlib import Path; file = open('a', 'w'); Path('a').unlink()", "the file is in use"),
+        (
+            "from pathlib import Path; file = open('a', 'w'); Path('a').unlink()",
+            "the file is in use",
+        ),
     ],
 )
-def test_a_module_of_graphrun_that_needs_it_would_fail(code: str, told: str, tmp_path: Path) -> None:
-    assert told in without_posix(f"exec({code!r}, {{'__name__': 'graphrun.some'}})", tmp_path).stderr
+def test_a_module_of_graphrun_that_needs_it_would_fail(
+    code: str, told: str, tmp_path: Path
+) -> None:
+    assert (
+        told in without_posix(f"exec({code!r}, {{'__name__': 'graphrun.some'}})", tmp_path).stderr
+    )
 
 
 @pytest.mark.parametrize("without", [False, True], ids=["preadv", "seek"])
-def test_threads_read_one_file_at_their_offsets(without: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_read_one_file_at_their_offsets(
+    without: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if without:
         monkeypatch.delattr(os, "preadv")
     path = tmp_path / "numbers"
@@ -84,7 +98,10 @@ def test_threads_read_one_file_at_their_offsets(without: bool, tmp_path: Path, m
     def read(start: int) -> None:
         for number in range(start, 1000, 4):
             into = bytearray(4)
-            if systems.read_at(file, memoryview(into), 4 * number) != 4 or int.from_bytes(into, "big") != number:
+            if (
+                systems.read_at(file, memoryview(into), 4 * number) != 4
+                or int.from_bytes(into, "big") != number
+            ):
                 wrong.append(number)
 
     with path.open("rb", buffering=0) as file:

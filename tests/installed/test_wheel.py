@@ -1,4 +1,5 @@
-"""The wheel alone, installed into an environment of its own, does in an empty folder what README shows.
+"""The wheel alone, installed into an environment of its own, does in an empty folder what README
+shows.
 
 The environment sees the libraries of the one that runs the tests, and nothing of this checkout.
 """
@@ -22,7 +23,9 @@ from graphrun.store import ship
 
 ROOT = Path(__file__).parents[2]
 # The environment without what this process was told of paths and caches.
-OUTSIDE = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "XDG_"))}
+OUTSIDE = {
+    name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "XDG_"))
+}
 BUILT_FROM = ("graphrun", "graphs", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 # Commands that end with an error on a machine without a CUDA device, and the error.
 REFUSED = {
@@ -42,7 +45,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             shutil.copy(ROOT / name, copy)
     ship(["flux-tiny"], copy / "graphrun" / "dry_runs")
-    build = ["pip", "wheel", copy, "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", out]
+    build = [
+        "pip",
+        "wheel",
+        copy,
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--wheel-dir",
+        out,
+    ]
     subprocess.run([sys.executable, "-m", *map(str, build)], check=True)
     (built,) = out.iterdir()
     return built
@@ -53,22 +66,45 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an environment with the wheel; its libraries are those of this one."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
-    pip = [sys.executable, "-m", "pip", "--python", str(folder), "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(folder),
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        str(wheel),
+    ]
     subprocess.run(pip, env=OUTSIDE, check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
-    (packages / "libraries.pth").write_text(sysconfig.get_path("purelib"))  # the .pth files there are not followed
+    # the .pth files there are not followed
+    (packages / "libraries.pth").write_text(sysconfig.get_path("purelib"))
     return folder
 
 
 @pytest.fixture
 def shell(installed: Path, tmp_path: Path) -> Shell:
     """Runs a command line with the installed graphrun in an empty folder."""
-    environment = {**OUTSIDE, "PATH": f"{installed / 'bin'}{os.pathsep}{OUTSIDE['PATH']}", "HOME": str(tmp_path / "home")}
+    environment = {
+        **OUTSIDE,
+        "PATH": f"{installed / 'bin'}{os.pathsep}{OUTSIDE['PATH']}",
+        "HOME": str(tmp_path / "home"),
+    }
     (tmp_path / "empty").mkdir()
 
     def run(command: str) -> subprocess.CompletedProcess[str]:
-        typed = ["bash", "-c", f"{command}; exit $?"]  # a shell that stays: --install-completion looks for it
-        return subprocess.run(typed, cwd=tmp_path / "empty", env=environment, capture_output=True, text=True)
+        # a shell that stays: --install-completion looks for it
+        typed = [
+            "bash",
+            "-c",
+            f"{command}; exit $?",
+        ]
+        return subprocess.run(
+            typed, cwd=tmp_path / "empty", env=environment, capture_output=True, text=True
+        )
 
     return run
 
@@ -76,18 +112,28 @@ def shell(installed: Path, tmp_path: Path) -> Shell:
 def test_the_wheel_has_the_package_and_the_graphs(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
-    own = {path.relative_to(ROOT).as_posix() for path in (ROOT / "graphrun").rglob("*.*") if "__pycache__" not in path.parts}
+    own = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "graphrun").rglob("*.*")
+        if "__pycache__" not in path.parts
+    }
     (shipped,) = (name for name in found if name.startswith("graphrun/dry_runs/"))
-    graphs = {f"graphrun/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "graphs").rglob("*.*")}
+    graphs = {
+        f"graphrun/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "graphs").rglob("*.*")
+    }
     assert found - {shipped} == own | graphs
 
 
 @pytest.mark.long
-def test_a_graph_is_planned_by_name_in_an_empty_folder_without_importing_torch(shell: Shell, installed: Path) -> None:
+def test_a_graph_is_planned_by_name_in_an_empty_folder_without_importing_torch(
+    shell: Shell, installed: Path
+) -> None:
     where = shell("python -c 'import graphrun; print(graphrun.__file__)'")
     assert where.stdout.startswith(str(installed)), where
     main = "import sys; sys.modules['torch'] = None; from graphrun.cli.main import main; main()"
-    planned = shell(f'python -c "{main}" plan flux-tiny --device sim --vram 6M --ram 8G -o plan.json')
+    planned = shell(
+        f'python -c "{main}" plan flux-tiny --device sim --vram 6M --ram 8G -o plan.json'
+    )
     assert planned.returncode == 0, planned.stderr
     assert shell("graphrun check plan.json").stdout.startswith("ok: ")
 

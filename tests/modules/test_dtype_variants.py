@@ -31,7 +31,10 @@ def test_widening_and_casting_back_restores_the_original_tensors() -> None:
     assert module[0].weight.dtype == FULL
     assert torch.equal(module[0].weight, before[0].float())
     assert cast(dtype_variants, module, HALF) == "c"
-    assert all(one is other for one, other in zip(module.state_dict(keep_vars=True).values(), before, strict=True))
+    assert all(
+        one is other
+        for one, other in zip(module.state_dict(keep_vars=True).values(), before, strict=True)
+    )
 
 
 def test_rounded_values_stay_rounded_and_the_variant_has_its_own_name() -> None:
@@ -88,7 +91,12 @@ def test_callbacks_run_before_tensors_leave_and_after_others_join() -> None:
 def test_an_interceptor_carries_out_casts_from_outside_and_passes_the_variant_name() -> None:
     module, entered = small_module(HALF), []
     dtype_variants = DtypeVariants({"c": module})
-    with CallInterceptor({"c": module}, torch.device("cpu"), lambda name, *_: entered.append(name), casts=dtype_variants):
+    with CallInterceptor(
+        {"c": module},
+        torch.device("cpu"),
+        lambda name, *_: entered.append(name),
+        casts=dtype_variants,
+    ):
         module(torch.zeros(1, 3, dtype=HALF))
         module.to("cpu", FULL)
         module(torch.zeros(1, 3))

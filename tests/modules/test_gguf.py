@@ -1,5 +1,5 @@
-"""GGUF files as a precision: counted by their headers, computed bit for bit as diffusers' own GGUF layers, resident and
-streamed.
+"""GGUF files as a precision: counted by their headers, computed bit for bit as diffusers' own GGUF
+layers, resident and streamed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def flux() -> Graph:
 @pytest.fixture(scope="module")
 def file(flux: Graph, tmp_path_factory: pytest.TempPathFactory) -> Path:
     module = build(flux.component("transformer"), flux)
-    return write_gguf(tmp_path_factory.mktemp("gguf") / "flux-tiny-Q4.gguf", dict(module.state_dict()), by_role)
+    return write_gguf(
+        tmp_path_factory.mktemp("gguf") / "flux-tiny-Q4.gguf", dict(module.state_dict()), by_role
+    )
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +75,10 @@ def test_the_header_agrees_with_the_gguf_library(file: Path) -> None:
     theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     assert mine.keys() == theirs.keys()
     for name, tensor in mine.items():
-        assert (tensor.nbytes, tensor.begin) == (int(theirs[name].n_bytes), int(theirs[name].data_offset)), name
+        assert (tensor.nbytes, tensor.begin) == (
+            int(theirs[name].n_bytes),
+            int(theirs[name].data_offset),
+        ), name
         plain = theirs[name].tensor_type in (TYPES.F32, TYPES.F16, TYPES.BF16)
         assert tensor.quant == ("" if plain else theirs[name].tensor_type.name)
         shape = shape_of(tensor.shape, tensor.quant) if tensor.quant else tensor.shape
@@ -81,7 +86,9 @@ def test_the_header_agrees_with_the_gguf_library(file: Path) -> None:
     assert {tensor.quant for tensor in mine.values()} == {"", "Q4_0", "Q8_0", "Q5_1"}
 
 
-def test_outputs_are_those_of_diffusers_own_gguf_layers(graph: Graph, file: Path, tmp_path: Path) -> None:
+def test_outputs_are_those_of_diffusers_own_gguf_layers(
+    graph: Graph, file: Path, tmp_path: Path
+) -> None:
     component = graph.component("transformer")
     mine, theirs = with_weights(component, graph), theirs_of(component, graph, file, tmp_path)
     names = dict(theirs.named_parameters())
@@ -112,7 +119,9 @@ def test_every_type_of_diffusers_is_dequantized_as_by_diffusers(kind: str) -> No
     from diffusers.quantizers.gguf.utils import GGUFParameter, dequantize_gguf_tensor
 
     block, size = gguf.GGML_QUANT_SIZES[TYPES[kind]]
-    raw = torch.randint(0, 100, (3, 2 * size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    raw = torch.randint(
+        0, 100, (3, 2 * size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
     wanted = dequantize_gguf_tensor(GGUFParameter(raw, quant_type=TYPES[kind]))
     mine = dequantized(raw, kind)
     assert mine.shape == shape_of(raw.shape, kind) == (3, 2 * block)
@@ -120,28 +129,37 @@ def test_every_type_of_diffusers_is_dequantized_as_by_diffusers(kind: str) -> No
 
 
 def test_planned_bytes_are_the_file_s(graph: Graph, file: Path) -> None:
-    """The transformer's tensors without padding: quantized ones as stored in the file, others in the component's dtype."""
+    """The transformer's tensors without padding: quantized ones as stored in the file, others in
+    the component's dtype."""
     module, content = held_meta_module(graph.component("transformer"), graph.trust, "gguf")
     quantized = {tensor.name: tensor.nbytes for tensor in content.tensors if tensor.quant}
     held = {name: p.numel() * p.element_size() for name, p in module.named_parameters()}
     assert {name: held[name] for name in quantized} == quantized
     problem = graphrun.estimate(graph, vram="64M", ram="1G", hardware="sim", inputs={"steps": 1})
     numbers = problem.component("transformer")
-    whole = sum(len(k.blocks) * n for k, n in zip(numbers.groups, numbers.variants[0].block_bytes, strict=True))
+    whole = sum(
+        len(k.blocks) * n
+        for k, n in zip(numbers.groups, numbers.variants[0].block_bytes, strict=True)
+    )
     assert sum(held.values()) <= whole < 1.02 * sum(held.values())
     assert [variant.backing_store for variant in numbers.variants] == ["pinned", "disk"]
     assert all(variant.transient_bytes == 0 for variant in numbers.variants)
     rate = problem.hardware.disk_bytes_per_second
-    assert numbers.variants[0].read_seconds == tuple(n / rate for n in numbers.variants[0].block_bytes)
+    assert numbers.variants[0].read_seconds == tuple(
+        n / rate for n in numbers.variants[0].block_bytes
+    )
 
 
 @pytest.mark.parametrize("kind", sorted(quantized_types()))
 def test_dequantization_memory_is_counted_from_its_allocations(kind: str) -> None:
     block, size = gguf.GGML_QUANT_SIZES[TYPES[kind]]
     outputs, inputs = 64, 2048
-    ((peak, written),) = widened({"w": (kind, inputs // block * size, (outputs, inputs))}, "bfloat16").values()
+    ((peak, written),) = widened(
+        {"w": (kind, inputs // block * size, (outputs, inputs))}, "bfloat16"
+    ).values()
     elements = outputs * inputs
-    assert 4 * elements < peak < 40 * elements  # the numbers in fp16 or fp32 and in 16 bit, and indices for types with a codebook
+    # the numbers in fp16 or fp32 and in 16 bit, and indices for types with a codebook
+    assert 4 * elements < peak < 40 * elements
     assert written > peak - 1024
 
 
@@ -168,7 +186,13 @@ def test_gguf_may_be_one_of_several_precisions(flux: Graph, file: Path, tmp_path
     build(plain, flux).save_pretrained(tmp_path)  # type: ignore[operator]
     both = replace(plain, source=str(tmp_path), precision=("bfloat16", "gguf"), gguf=str(file))
     graph = replace(flux, components={**flux.components, "transformer": both})
-    arguments = {"vram": "9M", "ram": "1G", "hardware": "sim", "inputs": {"steps": 1}, "keep": ["transformer"]}
+    arguments = {
+        "vram": "9M",
+        "ram": "1G",
+        "hardware": "sim",
+        "inputs": {"steps": 1},
+        "keep": ["transformer"],
+    }
     with pytest.raises(Infeasible):  # `keep` all of it: streamed in 16 bit it would fit
         graphrun.plan(graphrun.estimate(graph, **arguments))
     allowed = graphrun.plan(graphrun.estimate(graph, allow=["gguf"], **arguments))
@@ -201,16 +225,25 @@ def test_a_truncated_file_is_named(graph: Graph, file: Path, tmp_path: Path, cut
 def test_damaged_counts_do_not_exhaust_memory(graph: Graph, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     for tensors, keys in ((1 << 60, 0), (0, 1 << 60), (1, 0)):
-        path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, tensors, keys) + struct.pack("<Q", 1 << 60))
-        assert "is not a GGUF header" in refusal(replace(graph.component("transformer"), gguf=str(path)), graph)
+        path.write_bytes(
+            b"GGUF" + struct.pack("<IQQ", 3, tensors, keys) + struct.pack("<Q", 1 << 60)
+        )
+        assert "is not a GGUF header" in refusal(
+            replace(graph.component("transformer"), gguf=str(path)), graph
+        )
 
 
 def test_other_shapes_and_types_are_named(graph: Graph, flux: Graph, tmp_path: Path) -> None:
-    state = {name: tensor for name, tensor in build(flux.component("transformer"), flux).state_dict().items()}
+    state = {
+        name: tensor
+        for name, tensor in build(flux.component("transformer"), flux).state_dict().items()
+    }
     changed = {**state, "x_embedder.weight": torch.zeros(128, 64)}
     component = graph.component("transformer")
     other = write_gguf(tmp_path / "other.gguf", changed, by_role)
-    assert "x_embedder.weight is [128, 64] float16, not [128, 16]" in refusal(replace(component, gguf=str(other)), graph)
+    assert "x_embedder.weight is [128, 64] float16, not [128, 16]" in refusal(
+        replace(component, gguf=str(other)), graph
+    )
     path = tmp_path / "types.gguf"
     writer = gguf.GGUFWriter(path, "flux")
     writer.add_tensor("a.weight", numpy.zeros((4, 54), numpy.uint8), raw_dtype=TYPES.TQ1_0)
@@ -218,16 +251,32 @@ def test_other_shapes_and_types_are_named(graph: Graph, flux: Graph, tmp_path: P
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert "a.weight is TQ1_0, which diffusers cannot compute with" in refusal(replace(component, gguf=str(path)), graph)
+    assert "a.weight is TQ1_0, which diffusers cannot compute with" in refusal(
+        replace(component, gguf=str(path)), graph
+    )
 
 
-@pytest.mark.parametrize("name", ["time_text_embed.timestep_embedder.linear_1.weight", "proj_out.bias"])
-def test_a_missing_tensor_is_named_before_a_plan(graph: Graph, flux: Graph, tmp_path: Path, name: str) -> None:
-    state = {key: tensor for key, tensor in build(flux.component("transformer"), flux).state_dict().items() if key != name}
+@pytest.mark.parametrize(
+    "name", ["time_text_embed.timestep_embedder.linear_1.weight", "proj_out.bias"]
+)
+def test_a_missing_tensor_is_named_before_a_plan(
+    graph: Graph, flux: Graph, tmp_path: Path, name: str
+) -> None:
+    state = {
+        key: tensor
+        for key, tensor in build(flux.component("transformer"), flux).state_dict().items()
+        if key != name
+    }
     path = write_gguf(tmp_path / "short.gguf", state, by_role)
     held = replace(graph.component("transformer"), gguf=str(path))
-    with pytest.raises(GraphError, match=f"components.transformer: {path} lacks 1 tensors, such as {name}"):
-        graphrun.estimate(replace(graph, components={**graph.components, "transformer": held}), vram="64M", hardware="sim")
+    with pytest.raises(
+        GraphError, match=f"components.transformer: {path} lacks 1 tensors, such as {name}"
+    ):
+        graphrun.estimate(
+            replace(graph, components={**graph.components, "transformer": held}),
+            vram="64M",
+            hardware="sim",
+        )
 
 
 def test_the_error_for_a_missing_file_says_what_to_do(flux: Graph, tmp_path: Path) -> None:
@@ -247,33 +296,58 @@ def test_the_error_for_a_missing_file_says_what_to_do(flux: Graph, tmp_path: Pat
         return str(caught.value).split(": ", 1)[1]
 
     todo = "its header is needed to plan: get it, or leave gguf out of precision:"
-    assert said("precision: [gguf], gguf: a.gguf") == f"components.transformer.gguf: no such file: {tmp_path}/a.gguf; {todo}"
-    assert said("precision: [gguf]") == "components.transformer.precision: gguf needs a file: add gguf: with the path of one"
+    assert (
+        said("precision: [gguf], gguf: a.gguf")
+        == f"components.transformer.gguf: no such file: {tmp_path}/a.gguf; {todo}"
+    )
+    assert (
+        said("precision: [gguf]")
+        == "components.transformer.precision: gguf needs a file: add gguf: with the path of one"
+    )
     assert "is not used: add gguf to precision:" in said("gguf: graph.yaml")
-    away = replace(flux.component("transformer"), precision=("gguf",), gguf="nobody/nothing-of-this-name/a.gguf")
-    assert refusal(away, flux).endswith(f"nobody/nothing-of-this-name/a.gguf is not on this machine, and {todo}")
+    away = replace(
+        flux.component("transformer"),
+        precision=("gguf",),
+        gguf="nobody/nothing-of-this-name/a.gguf",
+    )
+    assert refusal(away, flux).endswith(
+        f"nobody/nothing-of-this-name/a.gguf is not on this machine, and {todo}"
+    )
 
 
 def test_a_lora_is_not_fused_into_gguf_weights(graph: Graph) -> None:
     from graphrun.graph.graph import Adapter
 
     with pytest.raises(GraphError, match="a LoRA cannot be fused into weights in gguf"):
-        draft(replace(graph.component("transformer"), loras=(Adapter("a.safetensors"),)), graph, "gguf")
+        draft(
+            replace(graph.component("transformer"), loras=(Adapter("a.safetensors"),)),
+            graph,
+            "gguf",
+        )
 
 
 def test_flux_at_full_size_needs_the_header_only(tmp_path: Path) -> None:
-    """FLUX in Q4_0 in its authors' layout, a sparse file of 6.7 GiB: fused weights are split, swapped ones computed."""
+    """FLUX in Q4_0 in its authors' layout, a sparse file of 6.7 GiB: fused weights are split,
+    swapped ones computed."""
     import original_layouts as layouts
 
     graph = graphrun.load(GRAPHS / "flux-dev.yaml")
     path = tmp_path / "flux1-dev-Q4_0.gguf"
     total, writer = 0, gguf.GGUFWriter(path, "flux")
-    for name, shape in layouts.flux_shapes(graph.component("transformer").config | {"in_channels": 64}).items():
+    for name, shape in layouts.flux_shapes(
+        graph.component("transformer").config | {"in_channels": 64}
+    ).items():
         kind = TYPES.Q4_0 if len(shape) == 2 else TYPES.F32
         block, size = gguf.GGML_QUANT_SIZES[kind]
         nbytes = int(numpy.prod(shape)) // block * size
         of = numpy.dtype(numpy.uint8 if len(shape) == 2 else numpy.float32)
-        writer.add_tensor_info(name, gguf.quant_shape_to_byte_shape(shape, kind) if len(shape) == 2 else shape, of, nbytes, kind)
+        writer.add_tensor_info(
+            name,
+            gguf.quant_shape_to_byte_shape(shape, kind) if len(shape) == 2 else shape,
+            of,
+            nbytes,
+            kind,
+        )
         total += -(-nbytes // 32) * 32
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -287,6 +361,9 @@ def test_flux_at_full_size_needs_the_header_only(tmp_path: Path) -> None:
     held = sum(p.numel() * p.element_size() for p in module.parameters())
     assert 6.2e9 < held < total
     assert content.kind("norm_out.linear.weight") == "Q4_0"
-    assert module.get_parameter("transformer_blocks.0.attn.to_q.weight").shape == (3072, 3072 // 32 * 18)
+    assert module.get_parameter("transformer_blocks.0.attn.to_q.weight").shape == (
+        3072,
+        3072 // 32 * 18,
+    )
     _, draft_writer = draft(component, graph, "gguf")
     assert draft_writer.plain

@@ -44,7 +44,9 @@ def seen() -> list[tuple[str, ...]]:
     return []
 
 
-def intercepted(codec: Codec, seen: list[tuple[str, ...]], device: torch.device = CPU) -> CallInterceptor:
+def intercepted(
+    codec: Codec, seen: list[tuple[str, ...]], device: torch.device = CPU
+) -> CallInterceptor:
     return CallInterceptor({"codec": codec}, device, noting(seen))
 
 
@@ -91,7 +93,9 @@ def test_the_device_attribute_is_the_interceptors(seen: list[tuple[str, ...]]) -
     assert codec.device.type == "cpu"
 
 
-def test_weights_that_code_outside_lists_report_the_interceptors_device(seen: list[tuple[str, ...]]) -> None:
+def test_weights_that_code_outside_lists_report_the_interceptors_device(
+    seen: list[tuple[str, ...]],
+) -> None:
     class Listing(Codec):
         def forward(self, x: torch.Tensor) -> Any:
             return next(self.parameters()).device.type, self.inner(x)
@@ -101,15 +105,21 @@ def test_weights_that_code_outside_lists_report_the_interceptors_device(seen: li
     weights = list(codec.parameters())
     with intercepted(codec, seen, torch.device("meta")):
         listed = list(codec.parameters())
-        assert {tensor.device.type for tensor in (*listed, *codec.inner.parameters(), *codec.buffers())} == {"meta"}
+        assert {
+            tensor.device.type for tensor in (*listed, *codec.inner.parameters(), *codec.buffers())
+        } == {"meta"}
         assert [tensor.data_ptr() for tensor in listed] == [tensor.data_ptr() for tensor in weights]
-        assert [(t.dtype, t.shape, t.requires_grad) for t in listed] == [(t.dtype, t.shape, t.requires_grad) for t in weights]
+        assert [(t.dtype, t.shape, t.requires_grad) for t in listed] == [
+            (t.dtype, t.shape, t.requires_grad) for t in weights
+        ]
         assert type(listed[0] + 1) is torch.Tensor
         assert codec(torch.ones(1, 2))[0] == "cpu", "its own code sees where they are"
     assert all(one is other for one, other in zip(codec.parameters(), weights, strict=True))
 
 
-def test_offloading_to_the_cpu_does_nothing_and_other_moves_are_refused(seen: list[tuple[str, ...]]) -> None:
+def test_offloading_to_the_cpu_does_nothing_and_other_moves_are_refused(
+    seen: list[tuple[str, ...]],
+) -> None:
     codec = Codec().to(torch.float32)
     with intercepted(codec, seen, torch.device("meta")):
         assert codec.to("meta").to("cpu") is codec
@@ -117,7 +127,9 @@ def test_offloading_to_the_cpu_does_nothing_and_other_moves_are_refused(seen: li
             codec.to("cuda")
 
 
-def test_an_error_ends_the_call_and_the_interceptor_is_removed_in_any_case(seen: list[tuple[str, ...]]) -> None:
+def test_an_error_ends_the_call_and_the_interceptor_is_removed_in_any_case(
+    seen: list[tuple[str, ...]],
+) -> None:
     codec = Codec()
     with pytest.raises(ValueError, match="not a number"), intercepted(codec, seen):
         codec(torch.full((1, 2), torch.nan))
@@ -138,7 +150,9 @@ def test_around_may_replace_the_result() -> None:
         assert codec.encode(torch.ones(3, 2)) == ("codec", "encode", (3, 2))
 
 
-def test_classes_are_cached_and_nested_interceptors_each_see_their_calls(seen: list[tuple[str, ...]]) -> None:
+def test_classes_are_cached_and_nested_interceptors_each_see_their_calls(
+    seen: list[tuple[str, ...]],
+) -> None:
     codec, kinds = Codec(), []
     for _ in range(2):
         with intercepted(codec, seen):
@@ -153,7 +167,9 @@ def test_classes_are_cached_and_nested_interceptors_each_see_their_calls(seen: l
     assert seen == [(what, "codec", "encode") for what in ("enter", "enter", "exit", "exit")] * 2
 
 
-def test_a_slice_of_an_intercepted_module_list_is_not_intercepted(seen: list[tuple[str, ...]]) -> None:
+def test_a_slice_of_an_intercepted_module_list_is_not_intercepted(
+    seen: list[tuple[str, ...]],
+) -> None:
     """diffusers' blocks use ``self.resnets[1:]``, which creates a ModuleList of the same class."""
 
     class Chain(nn.Module):
@@ -187,7 +203,11 @@ class Rotary(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.positions, self.norm, self.locations = Positions(), nn.LayerNorm(4, elementwise_affine=False), list[str]()
+        self.positions, self.norm, self.locations = (
+            Positions(),
+            nn.LayerNorm(4, elementwise_affine=False),
+            list[str](),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         cos, sin, size = self.positions(x)
@@ -195,7 +215,9 @@ class Rotary(nn.Module):
         return self.norm(x) * cos.to(x.device)[:, None] + sin.to(x.device)[:, None] * size.item()
 
 
-def test_tables_that_a_module_without_weights_computes_on_the_cpu_move_to_its_inputs_device() -> None:
+def test_tables_that_a_module_without_weights_computes_on_the_cpu_move_to_its_inputs_device() -> (
+    None
+):
     rotary, x = Rotary(), torch.rand(3, 4)
     want = rotary(x)
     with Machine() as machine, CallInterceptor({"rotary": rotary}, device, noting([])):
@@ -205,7 +227,9 @@ def test_tables_that_a_module_without_weights_computes_on_the_cpu_move_to_its_in
         assert machine.copies_in == copies + 2
         assert torch.equal(rotary(x), want)
         assert rotary.locations[6:] == ["cpu"] * 3
-        assert [made.device.type for made in rotary.positions(there)] == ["cpu"] * 3  # called from outside, so it is an entry
+        assert [made.device.type for made in rotary.positions(there)] == [
+            "cpu"
+        ] * 3  # called from outside, so it is an entry
 
 
 def test_tables_of_a_module_with_weights_stay() -> None:

@@ -46,7 +46,8 @@ def test_cached_results_of_methods_are_freed_wrapped_or_not() -> None:
 
 
 class Tables:
-    """Like the object in which diffusers' Z-Image keeps its rotary frequencies: neither a module nor a cached method."""
+    """Like the object in which diffusers' Z-Image keeps its rotary frequencies: neither a module
+    nor a cached method."""
 
     __module__ = "diffusers.models.transformers.some"
 

@@ -1,5 +1,5 @@
-"""One file for many components in the original authors' layout: the same tensors as diffusers' own loading, without a second copy
-in memory.
+"""One file for many components in the original authors' layout: the same tensors as diffusers' own
+loading, without a second copy in memory.
 """
 
 from __future__ import annotations
@@ -59,31 +59,51 @@ def file(original: dict[str, torch.Tensor], tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="module")
 def graph_file(file: Path) -> Path:
     """The graph of a tiny SDXL, with the file as the source of all components."""
-    text = (GRAPHS / "sdxl-tiny.yaml").read_text().replace("name: sdxl-tiny", f"name: sdxl-tiny\nsource: {file.name}")
+    text = (
+        (GRAPHS / "sdxl-tiny.yaml")
+        .read_text()
+        .replace("name: sdxl-tiny", f"name: sdxl-tiny\nsource: {file.name}")
+    )
     path = file.with_name("graph.yaml")
-    path.write_text(text.replace("configs/", f"{GRAPHS}/configs/").replace("tokenizers/", f"{GRAPHS}/tokenizers/"))
+    path.write_text(
+        text.replace("configs/", f"{GRAPHS}/configs/").replace(
+            "tokenizers/", f"{GRAPHS}/tokenizers/"
+        )
+    )
     return path
 
 
 def test_diffusers_reads_the_same_file(
-    sdxl: Graph, file: Path, modules: dict[str, nn.Module], original: dict[str, torch.Tensor], tmp_path: Path
+    sdxl: Graph,
+    file: Path,
+    modules: dict[str, nn.Module],
+    original: dict[str, torch.Tensor],
+    tmp_path: Path,
 ) -> None:
     from diffusers.loaders.single_file_utils import create_diffusers_clip_model_from_ldm
 
     for name, module in modules.items():
         kind: Any = resolve_class(sdxl.component(name).class_path, sdxl.trust)
-        (module.save_config if hasattr(module, "save_config") else module.config.save_pretrained)(tmp_path / name)  # type: ignore[operator]
+        (module.save_config if hasattr(module, "save_config") else module.config.save_pretrained)(
+            tmp_path / name
+        )  # type: ignore[operator]
         if hasattr(kind, "from_single_file"):
             theirs = kind.from_single_file(str(file), config=str(tmp_path), subfolder=name)
         else:
-            theirs = create_diffusers_clip_model_from_ldm(kind, dict(original), name, str(tmp_path), torch.float32, True)
+            theirs = create_diffusers_clip_model_from_ldm(
+                kind, dict(original), name, str(tmp_path), torch.float32, True
+            )
         state = theirs.state_dict()
         assert state.keys() == module.state_dict().keys()
-        assert all(torch.equal(state[key], tensor) for key, tensor in module.state_dict().items()), name
+        assert all(
+            torch.equal(state[key], tensor) for key, tensor in module.state_dict().items()
+        ), name
 
 
 @pytest.mark.parametrize("name", COMPONENTS)
-def test_every_tensor_of_a_component_is_found(graph_file: Path, modules: dict[str, nn.Module], name: str) -> None:
+def test_every_tensor_of_a_component_is_found(
+    graph_file: Path, modules: dict[str, nn.Module], name: str
+) -> None:
     graph = graphrun.load(graph_file)
     component = graph.component(name)
     assert component.source == str(graph_file.with_name("sdxl-tiny.safetensors"))
@@ -91,7 +111,10 @@ def test_every_tensor_of_a_component_is_found(graph_file: Path, modules: dict[st
     assert held is not None
     assert held.missing == 0
     module = build(component, graph)
-    assert all(torch.equal(tensor, modules[name].state_dict()[key]) for key, tensor in module.state_dict().items())
+    assert all(
+        torch.equal(tensor, modules[name].state_dict()[key])
+        for key, tensor in module.state_dict().items()
+    )
 
 
 def test_tensors_are_read_as_ranges_and_only_transposed_ones_are_computed(graph_file: Path) -> None:
@@ -103,14 +126,19 @@ def test_tensors_are_read_as_ranges_and_only_transposed_ones_are_computed(graph_
         assert writer.plain
         source = writer.source  # type: ignore[attr-defined]
         assert isinstance(source, FileSource)
-        made |= {key: piece for key, piece in source._stored.items() if isinstance(piece, Derivation)}
+        made |= {
+            key: piece for key, piece in source._stored.items() if isinstance(piece, Derivation)
+        }
     assert list(made) == ["text_projection.weight"]
 
 
 def test_a_run_from_one_file_equals_the_run_of_its_modules(sdxl: Graph, graph_file: Path) -> None:
     graph = graphrun.load(graph_file)
     problem = graphrun.estimate(graph, vram="16M", ram="1G", hardware="sim", inputs={"steps": 1})
-    assert all("disk" in {variant.backing_store for variant in component.variants} for component in problem.components)
+    assert all(
+        "disk" in {variant.backing_store for variant in component.variants}
+        for component in problem.components
+    )
     trace = graphrun.run(graphrun.plan(problem), graph, {"steps": 1})
     plain = graphrun.estimate(sdxl, vram="16M", ram="1G", hardware="sim", inputs={"steps": 1})
     wanted = graphrun.run(graphrun.plan(plain), sdxl, {"steps": 1})
@@ -119,7 +147,9 @@ def test_a_run_from_one_file_equals_the_run_of_its_modules(sdxl: Graph, graph_fi
 
 
 def test_a_single_file_has_no_configs_and_no_parts(graph_file: Path, tmp_path: Path) -> None:
-    text = graph_file.read_text().replace("sdxl-tiny.safetensors", str(graph_file.with_name("sdxl-tiny.safetensors")))
+    text = graph_file.read_text().replace(
+        "sdxl-tiny.safetensors", str(graph_file.with_name("sdxl-tiny.safetensors"))
+    )
     bare = text.replace(f", config: {GRAPHS}/configs/sdxl-scheduler.json", "")
     bare = bare.replace(f", config: {GRAPHS}/configs/tiny-sdxl-vae.json", "")
     (tmp_path / "graph.yaml").write_text(bare)
@@ -142,24 +172,42 @@ def test_a_component_missing_in_the_file_is_named(
     sdxl: Graph, file: Path, original: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     without = tmp_path / "model.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in original.items() if "first_stage" not in name}, without)
+    save_file(
+        {
+            name: tensor.contiguous()
+            for name, tensor in original.items()
+            if "first_stage" not in name
+        },
+        without,
+    )
     vae = replace(sdxl.component("vae"), source=str(without))
     assert f"components.vae: {without} " in refusal(vae, sdxl)
     flux = graphrun.load(GRAPHS / "flux-tiny.yaml")
     transformer = replace(flux.component("transformer"), source=str(file))
-    assert f"{file} cannot be used: it is not a FluxTransformer2DModel" in refusal(transformer, flux)
+    assert f"{file} cannot be used: it is not a FluxTransformer2DModel" in refusal(
+        transformer, flux
+    )
     t5 = replace(flux.component("text_encoder_2"), source=str(file))
-    assert f"components.text_encoder_2: {file} has no tensors for it: give it its own source:" in refusal(t5, flux)
+    assert (
+        f"components.text_encoder_2: {file} has no tensors for it: give it its own source:"
+        in refusal(t5, flux)
+    )
 
 
 def test_a_tensor_that_is_missing_or_has_another_shape_is_named(
     sdxl: Graph, original: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     path = tmp_path / "model.safetensors"
-    lacking = {name: t.contiguous() for name, t in original.items() if name != "model.diffusion_model.time_embed.0.bias"}
+    lacking = {
+        name: t.contiguous()
+        for name, t in original.items()
+        if name != "model.diffusion_model.time_embed.0.bias"
+    }
     save_file(lacking, path)
     unet = replace(sdxl.component("unet"), source=str(path))
-    assert refusal(unet, sdxl).endswith(f"{path} lacks 1 tensors, such as time_embedding.linear_1.bias")
+    assert refusal(unet, sdxl).endswith(
+        f"{path} lacks 1 tensors, such as time_embedding.linear_1.bias"
+    )
     save_file({**lacking, "model.diffusion_model.time_embed.0.bias": torch.zeros(3)}, path)
     assert "time_embedding.linear_1.bias is [3] float32, not [128]" in refusal(unet, sdxl)
 
@@ -178,13 +226,15 @@ def test_a_truncated_or_changed_file_is_named(sdxl: Graph, file: Path, tmp_path:
 
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
 def test_flux_at_full_size_needs_the_header_only(tmp_path: Path, prefix: str) -> None:
-    """A sparse file of 23.8 GB, of which only the header is read. One layer's tensors are computed from swapped halves, all others
-    are ranges.
+    """A sparse file of 23.8 GB, of which only the header is read. One layer's tensors are computed
+    from swapped halves, all others are ranges.
     """
     graph = graphrun.load(GRAPHS / "flux-dev.yaml")
     path = tmp_path / "flux1-dev.safetensors"
     shapes = layouts.flux_shapes(graph.component("transformer").config | {"in_channels": 64})
-    nbytes = layouts.write_hollow(path, {f"{prefix}{name}": shape for name, shape in shapes.items()})
+    nbytes = layouts.write_hollow(
+        path, {f"{prefix}{name}": shape for name, shape in shapes.items()}
+    )
     component = replace(graph.component("transformer"), source=str(path))
     held = holding(component, meta_module(component, graph.trust))
     assert held is not None
@@ -207,12 +257,20 @@ def test_a_conversion_is_repeated_on_the_values(tmp_path: Path) -> None:
     def convert(w: torch.Tensor) -> dict[str, torch.Tensor]:
         first, second = w.chunk(2, dim=0)
         same = {"first": first, "second": second.clone()}
-        return {**same, "swapped": torch.cat([second, first]), "turned": w.T.contiguous(), "part": w[:, 1:3] * 2}
+        return {
+            **same,
+            "swapped": torch.cat([second, first]),
+            "turned": w.T.contiguous(),
+            "part": w[:, 1:3] * 2,
+        }
 
     with symbols:
         found = convert(symbols.tensors["w"])
     pieces = {name: symbols.piece(name, tensor) for name, tensor in found.items()}
-    assert {name for name, piece in pieces.items() if isinstance(piece, Stored)} == {"first", "second"}
+    assert {name for name, piece in pieces.items() if isinstance(piece, Stored)} == {
+        "first",
+        "second",
+    }
     source = FileSource(pieces)
     for name, wanted in convert(whole).items():
         value = torch.empty(wanted.shape)

@@ -30,11 +30,14 @@ def flux() -> Graph:
 
 @pytest.fixture(scope="module")
 def saved(flux: Graph, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """flux-tiny as a folder in the layout of diffusers, the transformer in shards, T5 in fp32, the tokenizers and the scheduler."""
+    """flux-tiny as a folder in the layout of diffusers, the transformer in shards, T5 in fp32, the
+    tokenizers and the scheduler."""
     folder = tmp_path_factory.mktemp("stored")
     for name, component in flux.components.items():
         module = build(component, flux)
-        (module.float() if name == "text_encoder_2" else module).save_pretrained(folder / name, max_shard_size="4MB")
+        (module.float() if name == "text_encoder_2" else module).save_pretrained(
+            folder / name, max_shard_size="4MB"
+        )
     for name, part in flux.parts.items():
         build_part(part, flux).save_pretrained(folder / name)
     return folder
@@ -61,9 +64,14 @@ def at(component: Component, folder: Path) -> Component:
 @pytest.mark.parametrize("name", ["transformer", "text_encoder", "text_encoder_2", "vae"])
 def test_headers_describe_the_files_tensors(saved: Path, name: str) -> None:
     stored = {tensor.name: tensor for tensor in stored_tensors(saved / name, "")}
-    real = {key: t for file in (saved / name).glob("*.safetensors") for key, t in load_file(file).items()}
+    real = {
+        key: t
+        for file in (saved / name).glob("*.safetensors")
+        for key, t in load_file(file).items()
+    }
     described = {
-        key: (str(t.dtype).removeprefix("torch."), tuple(t.shape), t.numel() * t.element_size()) for key, t in real.items()
+        key: (str(t.dtype).removeprefix("torch."), tuple(t.shape), t.numel() * t.element_size())
+        for key, t in real.items()
     }
     assert {key: (t.dtype, t.shape, t.nbytes) for key, t in stored.items()} == described
 
@@ -76,8 +84,16 @@ def test_no_tensor_of_the_module_is_missing(flux: Graph, saved: Path, name: str)
     assert held is not None
     assert held.missing == 0
     factor = 2 if name == "text_encoder_2" else 1
-    saved_bytes = sum(t.numel() * t.element_size() for t in {id(t): t for t in module.state_dict(keep_vars=True).values()}.values())
-    assert held.nbytes == held.used_bytes == factor * saved_bytes == sum(nbytes for _, nbytes in held.dtypes)
+    saved_bytes = sum(
+        t.numel() * t.element_size()
+        for t in {id(t): t for t in module.state_dict(keep_vars=True).values()}.values()
+    )
+    assert (
+        held.nbytes
+        == held.used_bytes
+        == factor * saved_bytes
+        == sum(nbytes for _, nbytes in held.dtypes)
+    )
     assert dict(held.dtypes).keys() == {"float32" if factor == 2 else "bfloat16"}
 
 
@@ -89,19 +105,35 @@ def test_sources_that_are_not_local_are_none(flux: Graph, saved: Path, tmp_path:
         assert holding(replace(vae, source=source), module) is None
 
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+]
 DTYPES += [torch.uint8, torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.complex64]
 DTYPES += [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_that_safetensors_writes_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
-    tensors = {"scalar": torch.zeros(()).to(dtype), "none": torch.zeros(3, 0).to(dtype), "some": torch.zeros(3, 5).to(dtype)}
+    tensors = {
+        "scalar": torch.zeros(()).to(dtype),
+        "none": torch.zeros(3, 0).to(dtype),
+        "some": torch.zeros(3, 5).to(dtype),
+    }
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     found = {tensor.name: tensor for tensor in stored_tensors(tmp_path, "")}
     for name, tensor in tensors.items():
         assert found[name].dtype == str(dtype).removeprefix("torch.")
-        assert (found[name].shape, found[name].nbytes) == (tuple(tensor.shape), tensor.numel() * tensor.element_size())
+        assert (found[name].shape, found[name].nbytes) == (
+            tuple(tensor.shape),
+            tensor.numel() * tensor.element_size(),
+        )
 
 
 def with_header(header: Any, data: bytes = b"") -> bytes:
@@ -138,12 +170,17 @@ def test_a_broken_file_is_named(tmp_path: Path, fault: str) -> None:
     with pytest.raises(GraphError) as caught:
         stored_tensors(tmp_path, "graph.yaml:7")
     text = str(caught.value)
-    assert text.startswith((f"graph.yaml:7: {file} is truncated or corrupt: ", f"graph.yaml:7: {file} is corrupt: "))
+    assert text.startswith(
+        (f"graph.yaml:7: {file} is truncated or corrupt: ", f"graph.yaml:7: {file} is corrupt: ")
+    )
     assert text.endswith("; download it again")
     assert len(text) < 400
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": []}}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": []}}'],
+)
 def test_a_broken_index_is_named(tmp_path: Path, text: str) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(text)
@@ -152,7 +189,9 @@ def test_a_broken_index_is_named(tmp_path: Path, text: str) -> None:
     assert str(caught.value).startswith(f"graph.yaml:7: {index} is not a safetensors index")
 
 
-def test_a_file_of_another_model_is_refused_while_planning(flux: Graph, broken: Callable[[str], Path]) -> None:
+def test_a_file_of_another_model_is_refused_while_planning(
+    flux: Graph, broken: Callable[[str], Path]
+) -> None:
     folder = broken("vae")
     file = next(folder.glob("*.safetensors"))
     tensors = load_file(file)
@@ -164,7 +203,10 @@ def test_a_file_of_another_model_is_refused_while_planning(flux: Graph, broken: 
         graphrun.estimate(graph, vram="8M", ram="1G", hardware="sim")
     wide = flux.component("vae").config["block_out_channels"][-1]
     said = f"decoder.conv_in.bias is [7] float16, not [{wide}]"
-    assert str(caught.value) == f"{component.where}: components.vae: {folder} does not match its config: {said}"
+    assert (
+        str(caught.value)
+        == f"{component.where}: components.vae: {folder} does not match its config: {said}"
+    )
 
 
 def test_missing_tensors_are_counted(flux: Graph, broken: Callable[[str], Path]) -> None:
@@ -173,7 +215,11 @@ def test_missing_tensors_are_counted(flux: Graph, broken: Callable[[str], Path])
     tensors = load_file(file)
     left_out = ["decoder.conv_in.bias", "decoder.conv_in.weight"]
     more = {"somebody.elses": torch.zeros(5)}
-    save_file({key: t for key, t in {**tensors, **more}.items() if key not in left_out}, file, {"format": "pt"})
+    save_file(
+        {key: t for key, t in {**tensors, **more}.items() if key not in left_out},
+        file,
+        {"format": "pt"},
+    )
     component = at(flux.component("vae"), folder)
     held = holding(component, meta_module(component, flux.trust))
     assert held is not None
@@ -184,18 +230,34 @@ def test_missing_tensors_are_counted(flux: Graph, broken: Callable[[str], Path])
 
 def test_the_base_models_prefix_in_names_is_removed(flux: Graph, tmp_path: Path) -> None:
     """A checkpoint of a causal language model, read as its base model."""
-    config = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 32}
-    whole = Component("any", "transformers.LlamaForCausalLM", None, config, True, "float32", ("float32",))
+    config = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "vocab_size": 32,
+    }
+    whole = Component(
+        "any", "transformers.LlamaForCausalLM", None, config, True, "float32", ("float32",)
+    )
     build(whole, flux).save_pretrained(tmp_path)
     body = at(replace(whole, class_path="transformers.LlamaModel"), tmp_path)
     held = holding(body, meta_module(body, flux.trust))
     assert held is not None
-    assert (held.missing, held.nbytes - held.used_bytes) == (0, 4 * 16 * 32)  # except the output layer
+    # except the output layer
+    assert (held.missing, held.nbytes - held.used_bytes) == (
+        0,
+        4 * 16 * 32,
+    )
 
 
 def bare(graph: Graph, folder: str) -> str:
-    """A graph file that names only the class of each component and part, and the pipeline's source."""
-    components = "\n".join(f"  {c.name}: {{class: {c.class_path}, dtype: {c.dtype}}}" for c in graph.components.values())
+    """A graph file that names only the class of each component and part, and the pipeline's
+    source."""
+    components = "\n".join(
+        f"  {c.name}: {{class: {c.class_path}, dtype: {c.dtype}}}"
+        for c in graph.components.values()
+    )
     parts = "\n".join(f"  {p.name}: {{class: {p.class_path}}}" for p in graph.parts.values())
     text = (GRAPHS / "flux-tiny.yaml").read_text()
     head, tail = text[: text.index("components:")], text[text.index("stages:") :]
@@ -233,7 +295,9 @@ def test_estimate_needs_no_config_where_the_source_is_local(
     assert all(row["source"] is None for row in expected["components"])
 
 
-def test_new_weights_invalidate_the_trace(flux: Graph, saved: Path, broken: Callable[[str], Path]) -> None:
+def test_new_weights_invalidate_the_trace(
+    flux: Graph, saved: Path, broken: Callable[[str], Path]
+) -> None:
     from graphrun.store import trace_key
 
     folder = broken("vae")
@@ -246,7 +310,9 @@ def test_new_weights_invalidate_the_trace(flux: Graph, saved: Path, broken: Call
     assert trace_key(graph, inputs) != before
 
 
-def test_a_repositorys_folder_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flux: Graph) -> None:
+def test_a_repositorys_folder_in_the_hubs_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flux: Graph
+) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     assert local_folder("somebody/something/vae") is None
     root = tmp_path / "models--somebody--something"

@@ -39,13 +39,23 @@ def flux() -> Graph:
 def folder(place: Path, length: object) -> Path:
     """A byte tokenizer as a folder with this ``model_max_length``."""
     shutil.copy(GRAPHS / "tokenizers" / "bytes.json", place / "tokenizer.json")
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length, "pad_token": "<pad>"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": length,
+        "pad_token": "<pad>",
+    }
     (place / "tokenizer_config.json").write_text(json.dumps(config))
     return place
 
 
 def test_the_process_survives_and_the_error_names_file_and_value(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SCRIPT, str(folder(tmp_path, 77_000_000_000_000)), str(GRAPHS / "flux-tiny.yaml")]
+    command = [
+        sys.executable,
+        "-c",
+        SCRIPT,
+        str(folder(tmp_path, 77_000_000_000_000)),
+        str(GRAPHS / "flux-tiny.yaml"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     what = f"a text cannot be padded to 77000000000000 tokens (model_max_length in {tmp_path}/tokenizer_config.json)"
@@ -54,15 +64,33 @@ def test_the_process_survives_and_the_error_names_file_and_value(tmp_path: Path)
 
 @pytest.mark.parametrize("planning", [True, False])
 @pytest.mark.parametrize("length", [-5, 0, MOST_TOKENS + 1, 2**63, 10**30])
-def test_invalid_lengths_are_refused_from_files_graphs_and_inputs(tmp_path: Path, flux: Graph, length: int, planning: bool) -> None:
+def test_invalid_lengths_are_refused_from_files_graphs_and_inputs(
+    tmp_path: Path, flux: Graph, length: int, planning: bool
+) -> None:
     config = {"model_max_length": length, "pad_token": "<pad>"}
-    in_folder = Part("tokenizer", "transformers.PreTrainedTokenizerFast", {}, source=str(folder(tmp_path, length)), where="g:9")
-    of_graph = Part(
-        "tokenizer", "transformers.PreTrainedTokenizerFast", config, True, GRAPHS / "tokenizers/bytes.json", where="g:9"
+    in_folder = Part(
+        "tokenizer",
+        "transformers.PreTrainedTokenizerFast",
+        {},
+        source=str(folder(tmp_path, length)),
+        where="g:9",
     )
-    for part, source in ((in_folder, "tokenizer_config.json"), (of_graph, "model_max_length in g:9")):
+    of_graph = Part(
+        "tokenizer",
+        "transformers.PreTrainedTokenizerFast",
+        config,
+        True,
+        GRAPHS / "tokenizers/bytes.json",
+        where="g:9",
+    )
+    for part, source in (
+        (in_folder, "tokenizer_config.json"),
+        (of_graph, "model_max_length in g:9"),
+    ):
         made = build_part(part, flux, planning=planning)
-        with pytest.raises(GraphError, match=rf"g:9: parts\.tokenizer: a text cannot be padded to {length} tokens") as caught:
+        with pytest.raises(
+            GraphError, match=rf"g:9: parts\.tokenizer: a text cannot be padded to {length} tokens"
+        ) as caught:
             made("a", padding="max_length", max_length=made.model_max_length, truncation=True)
         assert source in str(caught.value)
         made.model_max_length = 77
@@ -72,7 +100,13 @@ def test_invalid_lengths_are_refused_from_files_graphs_and_inputs(tmp_path: Path
 
 
 def test_texts_extended_while_planning_are_limited_too(tmp_path: Path, flux: Graph) -> None:
-    part = Part("tokenizer", "transformers.PreTrainedTokenizerFast", {}, source=str(folder(tmp_path, 77)), where="g:9")
+    part = Part(
+        "tokenizer",
+        "transformers.PreTrainedTokenizerFast",
+        {},
+        source=str(folder(tmp_path, 77)),
+        where="g:9",
+    )
     made = build_part(part, flux, planning=True)
     with pytest.raises(GraphError, match="an input such as max_sequence_length"):
         made(["a"], padding=True, max_length=77_000_000_000_000, truncation=True)
@@ -80,7 +114,13 @@ def test_texts_extended_while_planning_are_limited_too(tmp_path: Path, flux: Gra
 
 
 def test_a_tokenizer_without_a_maximum_length_does_not_pad(tmp_path: Path, flux: Graph) -> None:
-    part = Part("tokenizer", "transformers.PreTrainedTokenizerFast", {}, source=str(folder(tmp_path, int(1e30))), where="g:9")
+    part = Part(
+        "tokenizer",
+        "transformers.PreTrainedTokenizerFast",
+        {},
+        source=str(folder(tmp_path, int(1e30))),
+        where="g:9",
+    )
     made = build_part(part, flux)
     assert len(made("a", padding="max_length", max_length=64, truncation=True)["input_ids"]) == 64
     assert len(made("abc", padding="max_length")["input_ids"]) == len(made("abc")["input_ids"])
@@ -105,10 +145,19 @@ def template(token: str) -> dict[str, Any]:
 # Entry of the file -> whether loading fails; otherwise encoding fails.
 PANICS = {
     "a short charsmap": ({"normalizer": charsmap(b"ab")}, True),
-    "a charsmap that points outside itself": ({"normalizer": charsmap(b"\4\0\0\0\xff\xff\xff\xff")}, False),
-    "an empty regular expression": ({"normalizer": {"type": "Replace", "pattern": {"Regex": ""}, "content": "x"}}, False),
+    "a charsmap that points outside itself": (
+        {"normalizer": charsmap(b"\4\0\0\0\xff\xff\xff\xff")},
+        False,
+    ),
+    "an empty regular expression": (
+        {"normalizer": {"type": "Replace", "pattern": {"Regex": ""}, "content": "x"}},
+        False,
+    ),
     "an unknown special token": ({"post_processor": template("z")}, False),
-    "no token for an unknown letter": ({"model": {"type": "Unigram", "unk_id": None, "vocab": [["b", 0.0]]}}, False),
+    "no token for an unknown letter": (
+        {"model": {"type": "Unigram", "unk_id": None, "vocab": [["b", 0.0]]}},
+        False,
+    ),
 }
 
 
@@ -127,8 +176,12 @@ def test_a_file_that_makes_the_library_panic_is_named(
     if not at_once:
         made = build_part(part, flux)
         assert made.model_max_length == 9
-    with pytest.raises(GraphError, match=rf"g:9: parts\.tokenizer: .*{tmp_path}.*(panics|unk_id)") as caught:
-        build_part(part, flux) if at_once else made.tokenize("a lighthouse", add_special_tokens=True)
+    with pytest.raises(
+        GraphError, match=rf"g:9: parts\.tokenizer: .*{tmp_path}.*(panics|unk_id)"
+    ) as caught:
+        build_part(part, flux) if at_once else made.tokenize(
+            "a lighthouse", add_special_tokens=True
+        )
     assert "\n" not in str(caught.value)
     if not at_once:
         for method in (made, made.encode):
@@ -137,14 +190,23 @@ def test_a_file_that_makes_the_library_panic_is_named(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_is_no_panic(flux: Graph, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
+def test_an_interrupt_is_no_panic(
+    flux: Graph, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
     from transformers import PreTrainedTokenizerFast
 
     def interrupted(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", interrupted)
-    part = Part("tokenizer", "transformers.PreTrainedTokenizerFast", {}, True, GRAPHS / "tokenizers/bytes.json", where="g:9")
+    part = Part(
+        "tokenizer",
+        "transformers.PreTrainedTokenizerFast",
+        {},
+        True,
+        GRAPHS / "tokenizers/bytes.json",
+        where="g:9",
+    )
     made = build_part(part, flux)
     with pytest.raises(error):
         made("a")
@@ -156,11 +218,17 @@ def test_an_interrupt_is_no_panic(flux: Graph, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.long
 @pytest.mark.parametrize("command", ["plan", "run"])
 def test_commands_refuse_such_a_file(tmp_path: Path, command: str) -> None:
-    """The last line on stderr is a message with file and line, without a traceback of Python, and the exit status is 2."""
-    file = edited(tmp_path, normalizer={"type": "Replace", "pattern": {"Regex": ""}, "content": "x"})
+    """The last line on stderr is a message with file and line, without a traceback of Python, and
+    the exit status is 2."""
+    file = edited(
+        tmp_path, normalizer={"type": "Replace", "pattern": {"Regex": ""}, "content": "x"}
+    )
     text = (GRAPHS / "flux-tiny.yaml").read_text().replace("configs/", f"{GRAPHS}/configs/")
     (tmp_path / "graph.yaml").write_text(text.replace("tokenizers/bytes.json", str(file)))
-    arguments = {"plan": ["--vram", "6M"], "run": ["--vram", "6M", "--device", "sim", "--prompt", "a"]}[command]
+    arguments = {
+        "plan": ["--vram", "6M"],
+        "run": ["--vram", "6M", "--device", "sim", "--prompt", "a"],
+    }[command]
     done = subprocess.run(
         [sys.executable, "-m", "graphrun", command, str(tmp_path / "graph.yaml"), *arguments],
         capture_output=True,

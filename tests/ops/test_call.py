@@ -1,4 +1,5 @@
-"""The op `call` on the CPU: arguments of the pipeline's `__call__`, its outputs, and refusals with their line."""
+"""The op `call` on the CPU: arguments of the pipeline's `__call__`, its outputs, and refusals with
+their line."""
 
 from __future__ import annotations
 
@@ -49,16 +50,27 @@ def test_latents_are_returned_where_a_stage_reads_them(edited: Callable[..., Any
     assert tuple(made["latents"].shape) == (1, 4, 8, 8)
 
 
-def test_a_stage_says_whether_its_vae_decodes_in_tiles(edited: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diffusers.AutoencoderKL.enable_tiling", lambda vae: vae.register_to_config(tiles=True))
-    monkeypatch.setattr("diffusers.AutoencoderKL.disable_tiling", lambda vae: vae.register_to_config(tiles=False))
+def test_a_stage_says_whether_its_vae_decodes_in_tiles(
+    edited: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "diffusers.AutoencoderKL.enable_tiling", lambda vae: vae.register_to_config(tiles=True)
+    )
+    monkeypatch.setattr(
+        "diffusers.AutoencoderKL.disable_tiling", lambda vae: vae.register_to_config(tiles=False)
+    )
     for given in ("true", "false"):
         graph = edited(("      seed: $seed\n", f"      seed: $seed\n      tiling: {given}\n"))
         modules = {name: build(component, graph) for name, component in graph.components.items()}
         stages_of(graph, modules, graph.resolve({"steps": 2, "image": PICTURE})).run()
         assert modules["vae"].config.tiles is (given == "true")
-    graph = edited(("      seed: $seed\n", "      seed: $seed\n      tiling: true\n"), name="stable-cascade-tiny")
-    with pytest.raises(GraphError, match=r":\d+: stages\.embed: with\.tiling: .* has no VAE that decodes in tiles"):
+    graph = edited(
+        ("      seed: $seed\n", "      seed: $seed\n      tiling: true\n"),
+        name="stable-cascade-tiny",
+    )
+    with pytest.raises(
+        GraphError, match=r":\d+: stages\.embed: with\.tiling: .* has no VAE that decodes in tiles"
+    ):
         probe(graph, graph.resolve({}))
 
 
@@ -67,7 +79,10 @@ def test_several_prompts_and_images_make_several_pictures(edited: Callable[..., 
         ("prompt: {type: str, default: a lighthouse at dusk}", "prompt: {type: str, many: true}"),
         ("image: {type: image}", "image: {type: image, many: true}"),
     )
-    one, other = (run(graph, prompt=["a", "b"], image=[PICTURE, second])["image"] for second in (PICTURE, PICTURE.rotate(90)))
+    one, other = (
+        run(graph, prompt=["a", "b"], image=[PICTURE, second])["image"]
+        for second in (PICTURE, PICTURE.rotate(90))
+    )
     assert [len(one), len(other)] == [2, 2]
     assert one[0].tobytes() == other[0].tobytes()
     assert one[1].tobytes() != other[1].tobytes()
@@ -83,7 +98,10 @@ outputs: {image: $again.image}"""
     graph = edited(("\noutputs: {image: $make.image}", again))
     assert [stage.outputs for stage in graph.stages] == [("latents",), ("image",)]
     assert run(graph)["image"].size == (64, 64)
-    assert probe(graph, graph.for_planning({})).recording.values.keys() == {"make.latents", "again.image"}
+    assert probe(graph, graph.for_planning({})).recording.values.keys() == {
+        "make.latents",
+        "again.image",
+    }
 
 
 @pytest.mark.parametrize(
@@ -95,11 +113,23 @@ outputs: {image: $again.image}"""
             r"with.strenght: .*Img2ImgPipeline.__call__ has no argument.*mean 'strength'",
         ),
         ("strength: $strength", "generator: $strength", r"with.generator: use seed: instead"),
-        ("strength: $strength", "callback_on_step_end: $strength", r"has no argument 'callback_on_step_end'"),
+        (
+            "strength: $strength",
+            "callback_on_step_end: $strength",
+            r"has no argument 'callback_on_step_end'",
+        ),
         ("$make.image}", "$make.images_embeds}", r"returns no images_embeds; known are 'image'"),
-        ("$make.image}", "$make.image, l: $make.latents}", r"returns either latents or image: read only one of them"),
+        (
+            "$make.image}",
+            "$make.image, l: $make.latents}",
+            r"returns either latents or image: read only one of them",
+        ),
         ("$make.image}", "$make.audio}", r"returns no audio"),
-        ("strength: $strength", "strength: 7.0\n      eta: $strength", r"fails: ValueError: The value of strength should in"),
+        (
+            "strength: $strength",
+            "strength: 7.0\n      eta: $strength",
+            r"fails: ValueError: The value of strength should in",
+        ),
         (
             "[text_encoder, text_encoder_2, unet, vae]",
             "[text_encoder, text_encoder_2, unet]",
@@ -111,7 +141,9 @@ def test_unknown_arguments_and_outputs_are_refused_while_planning(
     edited: Callable[..., Any], old: str, new: str, said: str
 ) -> None:
     if "vae]" in old:
-        graph = edited((old, new), ("$make.image}", "$make.image, z: $other.image}"), ("outputs:", OTHER))
+        graph = edited(
+            (old, new), ("$make.image}", "$make.image, z: $other.image}"), ("outputs:", OTHER)
+        )
     else:
         graph = edited((old, new))
     with pytest.raises(GraphError, match=said) as caught:
@@ -127,7 +159,9 @@ OTHER = """  other:
 outputs:"""
 
 
-def test_the_frame_rate_comes_from_the_graph_its_stage_or_its_pipeline(edited: Callable[..., Any]) -> None:
+def test_the_frame_rate_comes_from_the_graph_its_stage_or_its_pipeline(
+    edited: Callable[..., Any],
+) -> None:
     ltx, wan = (graphrun.load(GRAPHS / f"{name}.yaml") for name in ("ltx-tiny", "wan-tiny"))
     assert (frames_per_second(ltx, {}), frames_per_second(wan, {})) == (25.0, None)
     assert frames_per_second(graphrun.load(GRAPHS / "cogvideox-5b.yaml"), {}) == 8.0
@@ -140,14 +174,21 @@ def test_a_mask_of_another_size_than_its_image_is_refused(edited: Callable[..., 
     graph = edited(
         ("StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline"),
         ("  strength: {", "  mask: {type: mask}\n  strength: {"),
-        ("      image: $image\n", "      image: $image\n      mask_image: $mask\n      height: 64\n      width: 64\n"),
+        (
+            "      image: $image\n",
+            "      image: $image\n      mask_image: $mask\n      height: 64\n      width: 64\n",
+        ),
     )
     assert run(graph, mask=Image.new("L", (64, 64), 255))["image"].size == (64, 64)
-    with pytest.raises(InputError, match="the mask is 32x64 and the image 64x64: make them the same size"):
+    with pytest.raises(
+        InputError, match="the mask is 32x64 and the image 64x64: make them the same size"
+    ):
         run(graph, mask=Image.new("L", (32, 64)))
 
 
-def test_an_array_is_no_sound_where_the_input_is_a_mask(edited: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_array_is_no_sound_where_the_input_is_a_mask(
+    edited: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     graph = edited(("image: {type: image}", "image: {type: mask}"))
     passed: list[Any] = []
 
@@ -163,7 +204,11 @@ def test_an_array_is_no_sound_where_the_input_is_a_mask(edited: Callable[..., An
 def test_a_mask_fits_the_picture_that_an_upscaler_keeps(edited: Callable[..., Any]) -> None:
     graph = edited()
     context = StageContext(graph.stages[0], None, torch.device("cpu"), None)
-    masked = {"original_image": PICTURE, "mask_image": Image.new("L", (64, 64)), "image": PICTURE.resize((16, 16))}
+    masked = {
+        "original_image": PICTURE,
+        "mask_image": Image.new("L", (64, 64)),
+        "image": PICTURE.resize((16, 16)),
+    }
     _refuse_mask_size(context, masked)
     with pytest.raises(InputError, match="the mask is 64x64 and the image 16x16"):
         _refuse_mask_size(context, {**masked, "original_image": None})
@@ -175,5 +220,10 @@ def test_the_rate_of_sound_is_that_of_the_vocoder_the_vae_or_the_pipeline() -> N
 
     config = SimpleNamespace(config=SimpleNamespace(sample_rate=24000))
     assert rate(vae=config) == 24000
-    assert rate(vae=config, vocoder=SimpleNamespace(config=SimpleNamespace(output_sampling_rate=48000))) == 48000
+    assert (
+        rate(
+            vae=config, vocoder=SimpleNamespace(config=SimpleNamespace(output_sampling_rate=48000))
+        )
+        == 48000
+    )
     assert rate(vae=SimpleNamespace(), sample_rate=44100) == 44100

@@ -1,4 +1,5 @@
-"""The op `depth`: the picture that transformers' own pipeline for depth estimation makes, in the smallest budget."""
+"""The op `depth`: the picture that transformers' own pipeline for depth estimation makes, in the
+smallest budget."""
 
 from __future__ import annotations
 
@@ -42,12 +43,19 @@ outputs: {{image: $depth.image}}
     return load(tmp_path / "depth.yaml")
 
 
-def test_it_makes_the_picture_of_transformers_own_pipeline_in_the_smallest_budget(tmp_path: Path) -> None:
+def test_it_makes_the_picture_of_transformers_own_pipeline_in_the_smallest_budget(
+    tmp_path: Path,
+) -> None:
     graph = depth_alone(tmp_path)
     ample = graphrun.estimate(graph, vram="64M", ram="8G", hardware="sim", cache=None)
-    tight = graphrun.estimate(graph, vram=smallest_budget(ample), ram="8G", hardware="sim", cache=None)
+    tight = graphrun.estimate(
+        graph, vram=smallest_budget(ample), ram="8G", hardware="sim", cache=None
+    )
     made = graphrun.run(graphrun.plan(tight, cache=None), graph, {"image": PICTURE})
-    model, processor = build(graph.components["depth_estimator"], graph), build_part(graph.parts["depth_processor"], graph)
+    model, processor = (
+        build(graph.components["depth_estimator"], graph),
+        build_part(graph.parts["depth_processor"], graph),
+    )
     expected = DepthEstimationPipeline(model=model, image_processor=processor)(PICTURE)["depth"]
     assert made.outputs["image"].tobytes() == expected.convert("RGB").tobytes()
     assert np.ptp(np.asarray(expected)) == 255
@@ -57,5 +65,8 @@ def test_it_makes_the_picture_of_transformers_own_pipeline_in_the_smallest_budge
 
 def test_what_is_no_component_of_it_is_said_at_the_stage_when_it_is_planned(tmp_path: Path) -> None:
     graph = depth_alone(tmp_path, "depth_estimator", "estimator")
-    with pytest.raises(GraphError, match=r"depth.yaml:13: stages.depth: uses estimator: depth has no parameter 'estimator'"):
+    with pytest.raises(
+        GraphError,
+        match=r"depth.yaml:13: stages.depth: uses estimator: depth has no parameter 'estimator'",
+    ):
         graphrun.estimate(graph, vram="64M", ram="8G", hardware="sim", cache=None)

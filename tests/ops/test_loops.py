@@ -13,7 +13,14 @@ from graphrun.ops.loops import _why_not, why_not
 
 
 class Plain:
-    def __call__(self, timesteps: Any, latents: Any, embeds: Any, generator: Any = None, callback_on_step_end: Any = None) -> Any:
+    def __call__(
+        self,
+        timesteps: Any,
+        latents: Any,
+        embeds: Any,
+        generator: Any = None,
+        callback_on_step_end: Any = None,
+    ) -> Any:
         for i, t in enumerate(timesteps):
             if t > 3:
                 noise = self.model(latents, i)
@@ -29,7 +36,9 @@ class Plain:
 
 
 class ReadsNoiseOfLastStep:
-    def __call__(self, timesteps: Any, latents: Any, generator: Any = None, callback_on_step_end: Any = None) -> Any:
+    def __call__(
+        self, timesteps: Any, latents: Any, generator: Any = None, callback_on_step_end: Any = None
+    ) -> Any:
         old = None
         for _, t in enumerate(timesteps):
             noise = self.model(latents, old)
@@ -39,7 +48,9 @@ class ReadsNoiseOfLastStep:
 
 
 class AssignsInSomeSteps:
-    def __call__(self, timesteps: Any, latents: Any, generator: Any = None, callback_on_step_end: Any = None) -> Any:
+    def __call__(
+        self, timesteps: Any, latents: Any, generator: Any = None, callback_on_step_end: Any = None
+    ) -> Any:
         for i, t in enumerate(timesteps):
             if i % 2 == 0:
                 noise = self.model(latents)
@@ -48,7 +59,9 @@ class AssignsInSomeSteps:
 
 
 class AppendsToList:
-    def __call__(self, timesteps: Any, latents: Any, generator: Any = None, callback_on_step_end: Any = None) -> Any:
+    def __call__(
+        self, timesteps: Any, latents: Any, generator: Any = None, callback_on_step_end: Any = None
+    ) -> Any:
         seen: list[Any] = []
         for _, t in enumerate(timesteps):
             latents = self.scheduler.step(latents, t, latents, seen)
@@ -57,7 +70,9 @@ class AppendsToList:
 
 
 class SetsOwnAttribute:
-    def __call__(self, timesteps: Any, latents: Any, generator: Any = None, callback_on_step_end: Any = None) -> Any:
+    def __call__(
+        self, timesteps: Any, latents: Any, generator: Any = None, callback_on_step_end: Any = None
+    ) -> Any:
         for _, t in enumerate(timesteps):
             latents = self.scheduler.step(self.scale, t, latents)
             self._scale = self.scale * 2
@@ -65,7 +80,9 @@ class SetsOwnAttribute:
 
 
 class Accumulates:
-    def __call__(self, timesteps: Any, latents: Any, generator: Any = None, callback_on_step_end: Any = None) -> Any:
+    def __call__(
+        self, timesteps: Any, latents: Any, generator: Any = None, callback_on_step_end: Any = None
+    ) -> Any:
         number = 0
         for _, t in enumerate(timesteps):
             number += t
@@ -74,7 +91,14 @@ class Accumulates:
 
 
 class BranchesOnConstant:
-    def __call__(self, timesteps: Any, latents: Any, big: bool, generator: Any = None, callback_on_step_end: Any = None) -> Any:
+    def __call__(
+        self,
+        timesteps: Any,
+        latents: Any,
+        big: bool,
+        generator: Any = None,
+        callback_on_step_end: Any = None,
+    ) -> Any:
         scale = 1
         for _, t in enumerate(timesteps):
             if big:
@@ -99,7 +123,10 @@ def test_a_loop_that_carries_latents_only() -> None:
     ],
 )
 def test_other_loop_carried_values_are_named(kind: Any, what: str) -> None:
-    assert why_not(kind) == f"its pipeline's steps also read {what} of the step before, which is not saved"
+    assert (
+        why_not(kind)
+        == f"its pipeline's steps also read {what} of the step before, which is not saved"
+    )
 
 
 def test_pipelines_of_diffusers() -> None:

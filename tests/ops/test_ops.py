@@ -24,11 +24,16 @@ CPU = torch.device("cpu")
 
 def run(graph: Any, after_stage: Any = None, **inputs: Any) -> dict[str, Any]:
     modules = {name: build(component, graph) for name, component in graph.components.items()}
-    return stages_of(graph, modules, graph.resolve({"steps": 1, **inputs}), after_stage=after_stage).run()
+    return stages_of(
+        graph, modules, graph.resolve({"steps": 1, **inputs}), after_stage=after_stage
+    ).run()
 
 
 def test_a_vae_in_fp32_decodes_latents_of_a_half_precision_unet(edited: Callable[..., Any]) -> None:
-    half = [(f"{name}.json, dtype: float32", f"{name}.json, dtype: bfloat16") for name in ("clip", "clip-2", "sdxl-unet")]
+    half = [
+        (f"{name}.json, dtype: float32", f"{name}.json, dtype: bfloat16")
+        for name in ("clip", "clip-2", "sdxl-unet")
+    ]
     graph = edited("sdxl-tiny", *((f"tiny-{old}", f"tiny-{new}") for old, new in half))
     seen: dict[str, torch.dtype] = {}
 
@@ -62,14 +67,17 @@ outputs: {latents: $again.latents, """
     assert alive == {"encode": False, "denoise": True, "decode": True, "again": False}
 
 
-def test_calling_a_component_that_the_stage_does_not_list_is_refused(edited: Callable[..., Any]) -> None:
+def test_calling_a_component_that_the_stage_does_not_list_is_refused(
+    edited: Callable[..., Any],
+) -> None:
     graph = edited(
         "flux-tiny",
         ("uses: [text_encoder, text_encoder_2]", "uses: [text_encoder]"),
         ("uses: [vae]", "uses: [vae, text_encoder_2]"),
     )
     with pytest.raises(
-        GraphError, match=r"encode calls text_encoder_2\.forward.*list text_encoder_2: add it to stages\.encode\.uses"
+        GraphError,
+        match=r"encode calls text_encoder_2\.forward.*list text_encoder_2: add it to stages\.encode\.uses",
     ):
         run(graph)
 
@@ -108,7 +116,11 @@ def test_a_scheduler_without_steps_leaves_the_original_unchanged() -> None:
 def test_embeddings_have_the_names_of_the_pipelines_return_statement() -> None:
     from diffusers import FluxPipeline, StableDiffusionXLPipeline
 
-    assert returned_names(FluxPipeline.encode_prompt, 3) == ("prompt_embeds", "pooled_prompt_embeds", "text_ids")
+    assert returned_names(FluxPipeline.encode_prompt, 3) == (
+        "prompt_embeds",
+        "pooled_prompt_embeds",
+        "text_ids",
+    )
     assert returned_names(StableDiffusionXLPipeline.encode_prompt, 4) == (
         "prompt_embeds",
         "negative_prompt_embeds",
@@ -120,7 +132,9 @@ def test_embeddings_have_the_names_of_the_pipelines_return_statement() -> None:
 def embeds(name: str, **inputs: Any) -> dict[str, torch.Tensor]:
     graph = graphrun.load(GRAPHS / f"{name}.yaml").until("encode")
     modules = {key: build(component, graph) for key, component in graph.components.items()}
-    found: dict[str, torch.Tensor] = stages_of(graph, modules, graph.resolve(inputs)).run()["embeds"]
+    found: dict[str, torch.Tensor] = stages_of(graph, modules, graph.resolve(inputs)).run()[
+        "embeds"
+    ]
     return found
 
 
@@ -146,19 +160,29 @@ def test_arguments_default_to_those_of_the_pipelines_call(edited: Callable[..., 
     graph = edited("wan-tiny", (", max_sequence_length: $max_sequence_length}", "}"), (line, ""))
     modules = {key: build(component, graph) for key, component in graph.components.items()}
     found = stages_of(graph.until("encode"), modules, graph.resolve({})).run()["embeds"]
-    assert found["prompt_embeds"].shape[1] == 512, "of WanPipeline.__call__; its encode_prompt alone says 226"
+    assert found["prompt_embeds"].shape[1] == 512, (
+        "of WanPipeline.__call__; its encode_prompt alone says 226"
+    )
 
 
 def test_the_stage_sets_the_vaes_tiling() -> None:
     graph = graphrun.load(GRAPHS / "hunyuan-video-tiny.yaml")
     modules = {key: build(component, graph) for key, component in graph.components.items()}
     for tiling in (True, False):
-        stages_of(graph, modules, graph.resolve({"steps": 1, "height": 32, "width": 32, "frames": 1, "tiling": tiling})).run()
+        stages_of(
+            graph,
+            modules,
+            graph.resolve({"steps": 1, "height": 32, "width": 32, "frames": 1, "tiling": tiling}),
+        ).run()
         assert modules["vae"].use_tiling is tiling
 
 
 def test_without_guidance_no_stage_encodes_a_negative_prompt(edited: Callable[..., Any]) -> None:
-    """AuraFlow's call would encode an empty negative prompt for its default guidance, and the decode stage has no text encoder."""
+    """AuraFlow's call would encode an empty negative prompt for its default guidance, and the
+    decode stage has no text encoder."""
     graph = edited("auraflow-tiny")
     assert "text_encoder" not in graph.stage("decode").uses
-    assert run(graph, guidance_scale=1.0)["image"].size == (graph.inputs["width"].default, graph.inputs["height"].default)
+    assert run(graph, guidance_scale=1.0)["image"].size == (
+        graph.inputs["width"].default,
+        graph.inputs["height"].default,
+    )

@@ -62,7 +62,9 @@ def test_tiling_and_slicing_combine(sdxl: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(run_options, "TILE_PIXELS", 64)
     on: list[tuple[bool, bool]] = []
     vae = modules["vae"]
-    hook = vae.decoder.register_forward_pre_hook(lambda module, args: on.append((vae.use_tiling, vae.use_slicing)))
+    hook = vae.decoder.register_forward_pre_hook(
+        lambda module, args: on.append((vae.use_tiling, vae.use_slicing))
+    )
     try:
         both = pixels(graph, modules, inputs, decode="tiling+slicing")
     finally:
@@ -71,11 +73,15 @@ def test_tiling_and_slicing_combine(sdxl: Any, monkeypatch: pytest.MonkeyPatch) 
     assert np.array_equal(both, pixels(graph, modules, inputs, decode="tiling"))
 
 
-def test_tiling_decodes_in_tiles_and_leaves_the_vae_as_it_was(sdxl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiling_decodes_in_tiles_and_leaves_the_vae_as_it_was(
+    sdxl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     graph, modules, inputs, plain = sdxl
     monkeypatch.setattr(run_options, "TILE_PIXELS", 64)
     before, sizes = settings(modules["vae"]), set()
-    hook = modules["vae"].decoder.register_forward_pre_hook(lambda module, args: sizes.add(tuple(args[0].shape[-2:])))
+    hook = modules["vae"].decoder.register_forward_pre_hook(
+        lambda module, args: sizes.add(tuple(args[0].shape[-2:]))
+    )
     try:
         tiled = pixels(graph, modules, inputs, decode="tiling")
     finally:
@@ -87,5 +93,7 @@ def test_tiling_decodes_in_tiles_and_leaves_the_vae_as_it_was(sdxl: Any, monkeyp
 
 def test_an_option_that_no_component_supports_is_refused(sdxl: Any) -> None:
     graph, modules, inputs, _ = sdxl
-    with pytest.raises(GraphError, match="option tiling: none of text_encoder, text_encoder_2 supports it"):
+    with pytest.raises(
+        GraphError, match="option tiling: none of text_encoder, text_encoder_2 supports it"
+    ):
         pixels(graph, modules, inputs, encode="tiling")

@@ -1,4 +1,5 @@
-"""Embeddings are freed after the last stage that reads their numbers; the decoder's pipeline gets their shapes only."""
+"""Embeddings are freed after the last stage that reads their numbers; the decoder's pipeline gets
+their shapes only."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def test_a_decoder_reads_latents_and_no_embeddings() -> None:
 
 
 def test_a_plan_holds_embeddings_no_longer_than_the_loop() -> None:
-    problem = graphrun.estimate(graphrun.load(GRAPHS / "flux-tiny.yaml"), vram=1 << 40, ram=1 << 40, hardware="sim")
+    problem = graphrun.estimate(
+        graphrun.load(GRAPHS / "flux-tiny.yaml"), vram=1 << 40, ram=1 << 40, hardware="sim"
+    )
     embeds = next(value for value in problem.values if value.name == "encode.embeds")
     assert embeds.consumers == ("denoise",)
     assert problem.phases[embeds.last_phase].stage == "denoise"
@@ -62,7 +65,12 @@ def test_a_plan_holds_embeddings_no_longer_than_the_loop() -> None:
 def test_no_embedding_is_in_memory_while_the_decoder_computes(precomputed: bool) -> None:
     graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
     modules = {name: build(component, graph) for name, component in graph.components.items()}
-    inputs, values, alive, seen = graph.resolve({"steps": 1}), dict[str, Any](), list[weakref.ref[torch.Tensor]](), list[int]()
+    inputs, values, alive, seen = (
+        graph.resolve({"steps": 1}),
+        dict[str, Any](),
+        list[weakref.ref[torch.Tensor]](),
+        list[int](),
+    )
 
     def after_stage(stage: str, outputs: Mapping[str, Any]) -> None:
         if stage == "encode":

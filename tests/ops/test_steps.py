@@ -1,4 +1,5 @@
-"""A denoising loop resumed in the middle ends with the same bits as an unbroken one, whatever state its scheduler has."""
+"""A denoising loop resumed in the middle ends with the same bits as an unbroken one, whatever state
+its scheduler has."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Killed(BaseException):
 
 
 class MemoryJournal:
-    """A journal that keeps each state as a file would, and ends the run after saving step ``end`` (0: never)."""
+    """A journal that keeps each state as a file would, and ends the run after saving step ``end``
+    (0: never)."""
 
     def __init__(self, begin: StepState | None = None, end: int = 0) -> None:
         self.begin, self.end, self.found = begin, end, dict[int, bytes]()
@@ -46,7 +48,10 @@ class MemoryJournal:
 
     def save(self, stage: str, state: StepState) -> None:
         self.found[state.done] = pack(
-            {name: getattr(state, name) for name in ("done", "steps", "latents", "generator", "scheduler")}
+            {
+                name: getattr(state, name)
+                for name in ("done", "steps", "latents", "generator", "scheduler")
+            }
         )
         if state.done == self.end:
             raise Killed
@@ -59,7 +64,9 @@ class Loops:
     """Tiny pipelines, run up to the end of their loops."""
 
     def __init__(self) -> None:
-        self._built = dict[str, tuple[dict[str, Any], dict[str, Any]]]()  # by name: modules, and meta modules of all components
+        self._built = dict[
+            str, tuple[dict[str, Any], dict[str, Any]]
+        ]()  # by name: modules, and meta modules of all components
 
     def stages(self, name: str, scheduler: str, journal: MemoryJournal | None = None) -> Stages:
         graph = graphrun.load(GRAPHS / f"{name}.yaml")
@@ -70,10 +77,20 @@ class Loops:
             graph = replace(graph, parts={**graph.parts, "scheduler": part})
         graph = graph.until("denoise")
         if name not in self._built:
-            modules = {c: build(graph.components[c], graph) for stage in graph.stages for c in stage.uses}
-            self._built[name] = modules, {c: meta_module(of, graph.trust) for c, of in graph.components.items()}
+            modules = {
+                c: build(graph.components[c], graph) for stage in graph.stages for c in stage.uses
+            }
+            self._built[name] = (
+                modules,
+                {c: meta_module(of, graph.trust) for c, of in graph.components.items()},
+            )
         modules, meta_modules = self._built[name]
-        inputs = graph.resolve({"steps": STEPS, **({"height": 64, "width": 64} if name in ("flux-tiny", "sdxl-tiny") else {})})
+        inputs = graph.resolve(
+            {
+                "steps": STEPS,
+                **({"height": 64, "width": 64} if name in ("flux-tiny", "sdxl-tiny") else {}),
+            }
+        )
         return stages_of(graph, modules, inputs, journal=journal, meta_modules=meta_modules)
 
     def __call__(self, name: str, scheduler: str, journal: MemoryJournal | None) -> torch.Tensor:
@@ -87,9 +104,11 @@ def loops() -> Loops:
 
 
 @contextmanager
-def breaking(stages: Stages, call: int, break_it: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
-    """Ends the run at the denoiser's call number ``call``, after ``break_it``. Yields a list with one entry for each of its
-    calls.
+def breaking(
+    stages: Stages, call: int, break_it: Callable[[], None] = lambda: None
+) -> Iterator[list[int]]:
+    """Ends the run at the denoiser's call number ``call``, after ``break_it``. Yields a list with
+    one entry for each of its calls.
     """
     calls: list[int] = []
     denoiser = stages.modules["unet" if "unet" in stages.modules else "transformer"]
@@ -111,7 +130,10 @@ CASES = [
     ("flux-tiny", ""),
     ("sdxl-tiny", ""),
     ("sdxl-tiny", "EulerAncestralDiscreteScheduler"),  # draws random numbers in every step
-    ("sdxl-tiny", "DPMSolverMultistepScheduler"),  # stores earlier model outputs, and computes the last steps differently
+    (
+        "sdxl-tiny",
+        "DPMSolverMultistepScheduler",
+    ),  # stores earlier model outputs, and computes the last steps differently
     ("sdxl-tiny", "UniPCMultistepScheduler"),
     ("sdxl-tiny", "DDIMScheduler"),
     ("chroma-tiny", ""),
@@ -119,7 +141,10 @@ CASES = [
     ("cogview4-tiny", ""),
     ("auraflow-tiny", ""),
     ("cogvideox-5b-tiny", ""),
-    ("cogvideox-5b-tiny", "CogVideoXDPMScheduler"),  # passes its last prediction on through the pipeline's loop
+    (
+        "cogvideox-5b-tiny",
+        "CogVideoXDPMScheduler",
+    ),  # passes its last prediction on through the pipeline's loop
     ("hidream-tiny", ""),
     ("hunyuan-dit-tiny", ""),  # draws random numbers in every step
     ("hunyuan-video-tiny", ""),
@@ -142,7 +167,9 @@ ALWAYS = [
 
 
 @pytest.mark.parametrize("case", sampled(CASES, ALWAYS, "steps"), ids="-".join)
-def test_a_loop_begun_behind_any_step_ends_with_the_same_bits(loops: Loops, case: tuple[str, str]) -> None:
+def test_a_loop_begun_behind_any_step_ends_with_the_same_bits(
+    loops: Loops, case: tuple[str, str]
+) -> None:
     (name, scheduler), whole = case, MemoryJournal()
     expected = loops(name, scheduler, None)
     assert torch.equal(loops(name, scheduler, whole), expected)
@@ -158,18 +185,26 @@ def test_a_loop_begun_behind_any_step_ends_with_the_same_bits(loops: Loops, case
 
 
 @pytest.mark.parametrize("case", sampled(CASES, ALWAYS, "steps"), ids="-".join)
-def test_a_run_interrupted_in_a_step_resumes_with_that_step_and_has_the_same_bits(loops: Loops, case: tuple[str, str]) -> None:
+def test_a_run_interrupted_in_a_step_resumes_with_that_step_and_has_the_same_bits(
+    loops: Loops, case: tuple[str, str]
+) -> None:
     (name, scheduler), whole, stages = case, MemoryJournal(), loops.stages(*case)
     with breaking(stages, 0) as calls:
         expected = loops(name, scheduler, whole)
     a_step = len(calls) // STEPS
-    with breaking(stages, 3 * a_step + 1), pytest.raises(Killed):  # the first call of the fourth step
+    with (
+        breaking(stages, 3 * a_step + 1),
+        pytest.raises(Killed),
+    ):  # the first call of the fourth step
         stages.run()
     stages.leave()
     state = stages.steps.state("denoise")
     assert state is not None
     assert (state.done, state.steps) == (3, STEPS)
-    with breaking(stages, a_step + 1) as resumed, pytest.raises(Killed):  # the first call of the fifth step
+    with (
+        breaking(stages, a_step + 1) as resumed,
+        pytest.raises(Killed),
+    ):  # the first call of the fifth step
         stages.run()
     stages.leave()
     with breaking(stages, 0) as last:
@@ -195,14 +230,20 @@ def test_a_state_that_the_interrupted_step_changed_is_dropped(loops: Loops) -> N
 
 def test_the_loops_of_all_reference_graphs_but_three_can_be_resumed() -> None:
     graphs = {path.stem: graphrun.load(path) for path in GRAPHS.glob("*-tiny.yaml")}
-    cannot = {name for name, graph in graphs.items() if why_not(resolve_class(graph.pipeline, graph.trust))}
+    cannot = {
+        name
+        for name, graph in graphs.items()
+        if why_not(resolve_class(graph.pipeline, graph.trust))
+    }
     assert cannot == {
         "hunyuan-video15-tiny",  # has no callback
         "ltx2-tiny",  # its steps read the sound of the step before
         "stable-cascade-tiny",  # no loop over timesteps is found in its prior
     }
     tested = {
-        graph.pipeline for name, graph in graphs.items() if name not in cannot and "denoise" in {s.name for s in graph.stages}
+        graph.pipeline
+        for name, graph in graphs.items()
+        if name not in cannot and "denoise" in {s.name for s in graph.stages}
     }
     assert tested == {graphs[name].pipeline for name, _ in CASES}
 

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 from linked_blocks import LinkedBlocks
 
-from graphrun.model.allocator import LARGE_PAGE_BYTES, ROUND_BYTES, SMALL_PAGE_BYTES, Caching, Counting, Native, Pool
+from graphrun.model.allocator import (
+    LARGE_PAGE_BYTES,
+    ROUND_BYTES,
+    SMALL_PAGE_BYTES,
+    Caching,
+    Counting,
+    Native,
+    Pool,
+)
 from graphrun.units import MIB
 
 
@@ -72,7 +80,14 @@ def test_a_free_tail_is_taken_last_because_it_can_grow() -> None:
 
 @pytest.mark.parametrize(
     ("nbytes", "reserved"),
-    [(1, 2 * MIB), (MIB, 2 * MIB), (MIB + 1, 20 * MIB), (10 * MIB - 512, 20 * MIB), (10 * MIB, 10 * MIB), (11 * MIB + 1, 12 * MIB)],
+    [
+        (1, 2 * MIB),
+        (MIB, 2 * MIB),
+        (MIB + 1, 20 * MIB),
+        (10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB),
+        (11 * MIB + 1, 12 * MIB),
+    ],
 )
 def test_size_of_a_native_segment(nbytes: int, reserved: int) -> None:
     allocator = Native()
@@ -118,8 +133,8 @@ KINDS = {  # size of pages over PyTorch's, memory of the card
 
 
 def sizes_near_boundaries(rng: random.Random, scale: float) -> list[int]:
-    """Sizes that one sequence draws from: multiples of pages and of the limits between size classes,
-    give or take some bytes, and two sizes between."""
+    """Sizes that one sequence draws from: multiples of pages and of the limits between size
+    classes, give or take some bytes, and two sizes between."""
     boundaries = [scale * mib * MIB for mib in (1, 2, 10, 20, 40, 100, 0.25, 3, 7.5)]
     offsets = (0, 0, 1, -1, ROUND_BYTES, -ROUND_BYTES)
     near = [int(size) + rng.choice(offsets) for size in rng.choices(boundaries, k=5)]
@@ -129,7 +144,8 @@ def sizes_near_boundaries(rng: random.Random, scale: float) -> list[int]:
 
 def check_sequence(kind: str, seed: int) -> None:
     """Allocates, releases and trims at random. After every step the model has the bytes and the
-    places of the linked blocks, and a range that is released and allocated again leaves no trace."""
+    places of the linked blocks, and a range that is released and allocated again leaves no
+    trace."""
     rng = random.Random(seed)
     native, (scale, card_bytes) = kind == "native", KINDS[kind]
     model = Native() if native else Caching(scale, card_bytes)
@@ -227,7 +243,10 @@ def replayed(trace: list[dict[str, Any]], allocator: Caching | Native) -> tuple[
 SNAPSHOT = Path(os.environ.get("GRAPHRUN_MEMORY_SNAPSHOT", "snapshot.pickle"))
 
 
-@pytest.mark.skipif(not SNAPSHOT.is_file(), reason="no snapshot: torch.cuda.memory._record_memory_history, then _dump_snapshot")
+@pytest.mark.skipif(
+    not SNAPSHOT.is_file(),
+    reason="no snapshot: torch.cuda.memory._record_memory_history, then _dump_snapshot",
+)
 def test_the_model_reserves_what_a_recorded_card_reserved() -> None:
     snapshot = pickle.loads(SNAPSHOT.read_bytes())
     expandable = any(segment.get("is_expandable") for segment in snapshot["segments"])
@@ -250,7 +269,12 @@ def test_the_replay_of_a_snapshot_follows_its_entries() -> None:
 def test_the_replay_of_a_snapshot_trims_where_the_card_did() -> None:
     actions = (
         *(("segment_map", 0, 40), ("alloc", 0, 40), ("segment_map", 40, 20), ("alloc", 40, 20)),
-        *(("segment_map", 60, 100), ("alloc", 60, 100), ("segment_map", 160, 20), ("alloc", 160, 20)),
+        *(
+            ("segment_map", 60, 100),
+            ("alloc", 60, 100),
+            ("segment_map", 160, 20),
+            ("alloc", 160, 20),
+        ),
         *(("free_completed", 0, 40), ("segment_unmap", 0, 40), ("free_completed", 60, 100)),
         *(("alloc", 60, 40), ("segment_map", 180, 100), ("alloc", 180, 100)),
     )

@@ -55,19 +55,26 @@ def test_groups_are_in_call_order_not_in_creation_order() -> None:
 
 
 def test_blocks_that_no_call_entered_are_in_the_remainder() -> None:
-    assert [group.name for group in group_blocks(Net(2, 3), [Call(entered=paths("double", 2))])] == ["remainder", "double"]
+    assert [
+        group.name for group in group_blocks(Net(2, 3), [Call(entered=paths("double", 2))])
+    ] == ["remainder", "double"]
 
 
 def test_blocks_of_almost_equal_bytes_are_one_group() -> None:
     net = Net(0, 4, 256)
     net.single[0].bias_table = nn.Parameter(torch.zeros(64))
-    assert [len(group.blocks) for group in group_blocks(net, [Call(entered=paths("single", 4))])] == [1, 4]
+    assert [
+        len(group.blocks) for group in group_blocks(net, [Call(entered=paths("single", 4))])
+    ] == [1, 4]
 
 
 def test_a_group_too_small_to_stream_is_in_the_remainder() -> None:
     net = Net(2, 2, 64)
     net.embed = nn.Linear(2048, 2048)
-    assert [group.name for group in group_blocks(net, [Call(entered=[*paths("double", 2), *paths("single", 2)])])] == ["remainder"]
+    assert [
+        group.name
+        for group in group_blocks(net, [Call(entered=[*paths("double", 2), *paths("single", 2)])])
+    ] == ["remainder"]
 
 
 def test_a_child_that_other_calls_read_is_a_separate_group() -> None:
@@ -103,15 +110,22 @@ def test_routed_experts_are_streamed_with_their_block() -> None:
     net.blocks = nn.ModuleList([Mixture() for _ in range(3)])
     units = block_paths(net)
     assert units[:4] == [f"blocks.0.experts.{n}" for n in range(4)]
-    picked = routed_lists(units, {f"blocks.{block}.experts.{n}" for block in range(3) for n in (0, 1)})
+    picked = routed_lists(
+        units, {f"blocks.{block}.experts.{n}" for block in range(3) for n in (0, 1)}
+    )
     assert picked == {f"blocks.{n}.experts" for n in range(3)}
     assert block_paths(net, picked) == paths("blocks", 3)
 
 
 def test_a_list_may_have_one_block_of_another_size() -> None:
     net = nn.Module()
-    net.blocks = nn.ModuleList([*(nn.Sequential(nn.Linear(32, 32)) for _ in range(4)), nn.Sequential(nn.Linear(32, 16))])
-    assert [group.blocks for group in group_blocks(net, [Call(entered=paths("blocks", 5))])] == [("",), tuple(paths("blocks", 4))]
+    net.blocks = nn.ModuleList(
+        [*(nn.Sequential(nn.Linear(32, 32)) for _ in range(4)), nn.Sequential(nn.Linear(32, 16))]
+    )
+    assert [group.blocks for group in group_blocks(net, [Call(entered=paths("blocks", 5))])] == [
+        ("",),
+        tuple(paths("blocks", 4)),
+    ]
     net.blocks.append(nn.Sequential(nn.Linear(32, 8)))
     assert block_paths(net) == []
 
@@ -129,7 +143,9 @@ class Modulated(nn.Module):
 def modulated(loose: set[str]) -> list[tuple[str, tuple[str, ...], bool]]:
     net = nn.Module()
     net.blocks = nn.ModuleList(Modulated() for _ in range(3))
-    groups = group_blocks(net, [Call(entered=paths("blocks", 3), loose={f"blocks.0{path}" for path in loose})])
+    groups = group_blocks(
+        net, [Call(entered=paths("blocks", 3), loose={f"blocks.0{path}" for path in loose})]
+    )
     return [(group.name, group.blocks, group.streamable) for group in groups[1:]]
 
 
@@ -137,25 +153,37 @@ def test_loose_modules_of_a_block_are_separate_groups() -> None:
     blocks = ("blocks", tuple(paths("blocks", 3)), True)
     assert modulated(set()) == [blocks]
     assert modulated({".embed.time"}) == [("time", ("blocks.0.embed.time",), False), blocks]
-    assert modulated({".embed.time", ".embed.label"}) == [("embed", ("blocks.0.embed",), False), blocks]
+    assert modulated({".embed.time", ".embed.label"}) == [
+        ("embed", ("blocks.0.embed",), False),
+        blocks,
+    ]
 
 
 def test_a_block_with_loose_tensors_is_in_the_remainder() -> None:
     assert modulated({""}) == [("blocks", ("blocks.1", "blocks.2"), True)]
-    assert modulated({"", ".embed.time", ".embed.label", ".linear"}) == [("blocks", ("blocks.1", "blocks.2"), True)]
+    assert modulated({"", ".embed.time", ".embed.label", ".linear"}) == [
+        ("blocks", ("blocks.1", "blocks.2"), True)
+    ]
 
 
 def test_blocks_inside_a_separate_child_compute_in_the_order_of_the_call() -> None:
-    """The decoder of a VAE that is encoded with, too, is a group of its own. Its blocks were taken for a part of it."""
+    """The decoder of a VAE that is encoded with, too, is a group of its own. Its blocks were taken
+    for a part of it."""
     groups = (
         REMAINDER,
         BlockGroup("decoder", ("decoder",), False),
         BlockGroup("decoder_2", ("decoder.up.0", "decoder.up.1"), True),
     )
-    vae = ComponentNumbers("vae", 0, groups, (Variant("float32", "pinned", "device", (512,) * 3, (1.0,) * 3, 2048),))
+    vae = ComponentNumbers(
+        "vae", 0, groups, (Variant("float32", "pinned", "device", (512,) * 3, (1.0,) * 3, 2048),)
+    )
     paths = ["decoder.in", "decoder.up.0.conv", "decoder.up.1.conv", "decoder.out"]
     work = [(path, [0]) for path in paths]
-    call = Call(kernels=[Kernel("matmul", "float32", 1.0, 1)], work=work, touched={f"{path}.weight" for path in paths})
+    call = Call(
+        kernels=[Kernel("matmul", "float32", 1.0, 1)],
+        work=work,
+        touched={f"{path}.weight" for path in paths},
+    )
     use = use_of(vae, [call], simulated())
     assert use.group_calls == (0, 1, 1)
     assert [of[:2] for of in use.order] == [(1, 0), (2, 0), (2, 1), (1, 0)]

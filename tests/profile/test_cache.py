@@ -28,7 +28,8 @@ TINY = GRAPHS / "flux-tiny.yaml"
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch, dry: Any) -> list[str]:
-    """The heights of the dry runs that were made; each returns flux-tiny's own dry run, which all tests share."""
+    """The heights of the dry runs that were made; each returns flux-tiny's own dry run, which all
+    tests share."""
     found: list[str] = []
 
     def probe(graph: Any, inputs: Any, options: Any = None) -> Any:
@@ -56,7 +57,9 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def estimate(folder: Path | None, vram: int = 64 * MIB, **inputs: Any) -> Any:
-    return graphrun.estimate(graphrun.load(TINY), vram=vram, ram="8G", hardware="sim", inputs=inputs, cache=folder)
+    return graphrun.estimate(
+        graphrun.load(TINY), vram=vram, ram="8G", hardware="sim", inputs=inputs, cache=folder
+    )
 
 
 @pytest.mark.parametrize("name", ["flux-tiny", "sdxl-tiny"])
@@ -66,10 +69,15 @@ def test_a_dry_run_read_back_gives_the_same_numbers(dry: Any, name: str) -> None
     assert again == probed
     for hardware in ("sim", "rtx4090"):
         arguments = devices.hardware(hardware), Limits(2**33, 2**33), inputs
-        assert problem_of(graph, again, *arguments).digest == problem_of(graph, probed, *arguments).digest
+        assert (
+            problem_of(graph, again, *arguments).digest
+            == problem_of(graph, probed, *arguments).digest
+        )
 
 
-def test_a_dry_run_is_made_once_for_all_budgets_and_again_for_other_sizes(made: list[str], tmp_path: Path) -> None:
+def test_a_dry_run_is_made_once_for_all_budgets_and_again_for_other_sizes(
+    made: list[str], tmp_path: Path
+) -> None:
     first = estimate(tmp_path)
     assert estimate(tmp_path) == first
     assert estimate(tmp_path, vram=65 * MIB).budget_bytes == 65 * MIB
@@ -93,10 +101,16 @@ def test_a_plan_is_solved_once(made: list[str], solved: list[str], tmp_path: Pat
     assert len(solved) == 3
 
 
-def test_a_frontier_point_is_a_stored_plan(made: list[str], solved: list[str], tmp_path: Path) -> None:
+def test_a_frontier_point_is_a_stored_plan(
+    made: list[str], solved: list[str], tmp_path: Path
+) -> None:
     problem = estimate(tmp_path)
     found = cache.fitting_for(problem, Store(tmp_path))
-    assert graphrun.plan(problem, cache=tmp_path) == found == cache.fitting_for(problem, Store(tmp_path))
+    assert (
+        graphrun.plan(problem, cache=tmp_path)
+        == found
+        == cache.fitting_for(problem, Store(tmp_path))
+    )
     assert not solved
     assert cache.fitting_for(replace(problem, budget_bytes=MIB), Store(tmp_path)) is None
 
@@ -116,7 +130,8 @@ def test_other_versions_and_another_source_are_other_keys(monkeypatch: pytest.Mo
 def test_a_shipped_dry_run_serves_the_defaults_and_any_build_of_the_same_releases(
     made: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    cache.ship(["flux-tiny", "pyramid-flow"], tmp_path)  # the second names another package's classes
+    # the second names another package's classes
+    cache.ship(["flux-tiny", "pyramid-flow"], tmp_path)
     monkeypatch.setattr(cache, "SHIPPED", tmp_path)
     made.clear()
     assert estimate(None) == estimate(tmp_path / "cache")
@@ -133,7 +148,10 @@ def test_a_shipped_dry_run_serves_the_defaults_and_any_build_of_the_same_release
 def test_the_key_depends_on_whether_a_prompt_is_empty_but_not_on_its_text(tmp_path: Path) -> None:
     graph = graphrun.load(GRAPHS / "sdxl-tiny.yaml")
     text = next(name for name, item in graph.inputs.items() if item.type == "str")
-    keys = [cache.trace_key(graph, {**graph.for_planning({}), text: value}) for value in ("a", "b c", "", None)]
+    keys = [
+        cache.trace_key(graph, {**graph.for_planning({}), text: value})
+        for value in ("a", "b c", "", None)
+    ]
     assert keys[0] == keys[1]
     assert len(set(keys)) == 3
 
@@ -143,12 +161,20 @@ def test_a_graph_that_depends_on_unversioned_code_is_not_stored() -> None:
     inputs = graph.for_planning({})
     assert cache.trace_key(replace(graph, trust=(*graph.trust, "somebodys_module")), inputs) is None
     component = replace(graph.components["vae"], has_config=False, source="owner/repo/vae")
-    assert cache.trace_key(replace(graph, components={**graph.components, "vae": component}), inputs) is None
+    assert (
+        cache.trace_key(replace(graph, components={**graph.components, "vae": component}), inputs)
+        is None
+    )
 
 
-@pytest.mark.parametrize("data", [None, {}, [], {"components": 3}, {"calls": [], "items": [[1]], "values": {}, "profiles": {}}])
+@pytest.mark.parametrize(
+    "data",
+    [None, {}, [], {"components": 3}, {"calls": [], "items": [[1]], "values": {}, "profiles": {}}],
+)
 @pytest.mark.parametrize("kind", ["trace", "problem", "plan"])
-def test_an_entry_of_another_shape_is_replaced(made: list[str], solved: list[str], tmp_path: Path, kind: str, data: Any) -> None:
+def test_an_entry_of_another_shape_is_replaced(
+    made: list[str], solved: list[str], tmp_path: Path, kind: str, data: Any
+) -> None:
     problem = estimate(tmp_path)
     solution = graphrun.plan(problem, cache=tmp_path)
     key = next(tmp_path.glob(f"{kind}-*.json")).stem.partition("-")[2]
@@ -160,19 +186,27 @@ def test_an_entry_of_another_shape_is_replaced(made: list[str], solved: list[str
     assert Store(tmp_path).get(kind, key) != data
 
 
-def test_a_stored_plan_that_breaks_a_rule_is_ignored(made: list[str], solved: list[str], tmp_path: Path) -> None:
+def test_a_stored_plan_that_breaks_a_rule_is_ignored(
+    made: list[str], solved: list[str], tmp_path: Path
+) -> None:
     problem = estimate(tmp_path)
     solution = graphrun.plan(problem, cache=tmp_path)
     key = digest_of([problem.digest, cache.own_source()])
     lines = str(solution.plan).splitlines()
     evict = next(n for n, line in enumerate(lines) if line.strip().startswith("evict"))
-    wrong = {"plan": "\n".join(lines[:evict] + lines[evict + 1 :]), "cut": [], "proof": [True, 0.0, 0.0, 0.0]}
+    wrong = {
+        "plan": "\n".join(lines[:evict] + lines[evict + 1 :]),
+        "cut": [],
+        "proof": [True, 0.0, 0.0, 0.0],
+    }
     Store(tmp_path).put("plan", key, wrong)
     assert graphrun.plan(problem, cache=tmp_path) == solution
     assert len(solved) == 2
 
 
-def test_a_plan_split_into_layers_is_stored_with_the_split_components(made: list[str], solved: list[str], tmp_path: Path) -> None:
+def test_a_plan_split_into_layers_is_stored_with_the_split_components(
+    made: list[str], solved: list[str], tmp_path: Path
+) -> None:
     problem = estimate(tmp_path)
     tight = replace(problem, budget_bytes=smallest_budget(problem))
     solution = graphrun.plan(tight, cache=tmp_path)
@@ -181,7 +215,9 @@ def test_a_plan_split_into_layers_is_stored_with_the_split_components(made: list
     assert len(solved) == 1
 
 
-def test_a_cached_plan_imports_no_torch_and_no_solver_and_is_equal(made: list[str], tmp_path: Path, cache_home: Path) -> None:
+def test_a_cached_plan_imports_no_torch_and_no_solver_and_is_equal(
+    made: list[str], tmp_path: Path, cache_home: Path
+) -> None:
     folder = tmp_path / "graphrun"
     solution = graphrun.plan(estimate(folder), cache=folder)
     kept = sorted(folder.iterdir())
@@ -196,8 +232,15 @@ finally:
     heavy &= sys.modules.keys()
     assert not heavy, heavy
 """
-    environment = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(GRAPHS.parent)}
-    answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    environment = {
+        "XDG_CACHE_HOME": str(tmp_path),
+        "PATH": "",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(GRAPHS.parent),
+    }
+    answer = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
     assert answer.returncode == 0, answer.stderr
     assert json.loads(answer.stdout)["digest"] == solution.problem.digest
     assert sorted(folder.iterdir()) == kept
@@ -205,10 +248,21 @@ finally:
 
 @pytest.mark.parametrize("module", ["graphrun", "graphrun.cli.main"])
 def test_importing_is_light(module: str) -> None:
-    heavy = {"torch", "diffusers", "transformers", "numpy", "scipy", "highspy", "networkx", "graphrun.solve.solve"}
+    heavy = {
+        "torch",
+        "diffusers",
+        "transformers",
+        "numpy",
+        "scipy",
+        "highspy",
+        "networkx",
+        "graphrun.solve.solve",
+    }
     code = f"import sys, {module}; print(*sorted({heavy!r} & sys.modules.keys()))"
     environment = {"PATH": "", "PYTHONPATH": str(GRAPHS.parent)}
-    answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    answer = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     assert answer.stdout.split() == []
 
 
@@ -223,7 +277,9 @@ def test_only_the_source_of_graphrun_is_hashed(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_the_garbage_collector_state_is_restored(monkeypatch: pytest.MonkeyPatch, dry: Any, fails: bool, frozen: bool) -> None:
+def test_the_garbage_collector_state_is_restored(
+    monkeypatch: pytest.MonkeyPatch, dry: Any, fails: bool, frozen: bool
+) -> None:
     import gc
 
     from graphrun.profile import dry_run as probe
@@ -245,7 +301,9 @@ def test_the_garbage_collector_state_is_restored(monkeypatch: pytest.MonkeyPatch
         cache.dry_run(graph, graph.for_planning({}), None)
     assert (seen, gc.isenabled()) == ([True], True)
     most = before + len(later) // 2 if frozen else 0
-    assert gc.get_freeze_count() <= most, "who froze what there was knows why; more is not added to it"
+    assert gc.get_freeze_count() <= most, (
+        "who froze what there was knows why; more is not added to it"
+    )
     gc.freeze()
 
 

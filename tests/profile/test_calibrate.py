@@ -1,4 +1,5 @@
-"""Calibration, and hardware profiles found by name or by card; damaged ones are ignored. No card is needed."""
+"""Calibration, and hardware profiles found by name or by card; damaged ones are ignored. No card is
+needed."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def test_the_processor_can_be_calibrated(tmp_path: Path) -> None:
     assert 1e8 < measured.flops_per_second < 1e15
 
 
-def test_the_compute_rate_weights_products_and_attention_as_flux_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compute_rate_weights_products_and_attention_as_flux_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Card(measuring.Processor):
         nbytes = 100
         clock = 0.0
@@ -57,15 +60,24 @@ def test_the_compute_rate_weights_products_and_attention_as_flux_does(tmp_path: 
             }[kind]
 
         def compute(self, kind: str) -> float:
-            self.clock += {"matmul": 1.0, "attention": 2.0, "block": 3.0, "compiled block": 2.0}[kind]
+            self.clock += {"matmul": 1.0, "attention": 2.0, "block": 3.0, "compiled block": 2.0}[
+                kind
+            ]
             return 744.0
 
     monkeypatch.setattr(measuring, "_open", lambda kind: (devices.simulated(), Card()))
     measured, _ = measuring.calibrate("cpu", tmp_path, allowed_seconds=0.05)
-    rates = measured.h2d_bytes_per_second, measured.d2h_bytes_per_second, measured.pageable_bytes_per_second, measured.bidirectional
+    rates = (
+        measured.h2d_bytes_per_second,
+        measured.d2h_bytes_per_second,
+        measured.pageable_bytes_per_second,
+        measured.bidirectional,
+    )
     assert rates == pytest.approx((100.0, 50.0, 25.0, 0.8))
     assert measured.d2h_pageable_bytes_per_second == pytest.approx(12.5)
-    assert measured.copy_start_seconds == pytest.approx(0.5), "what 512 bytes take beyond their 5.12 s"
+    assert measured.copy_start_seconds == pytest.approx(0.5), (
+        "what 512 bytes take beyond their 5.12 s"
+    )
     assert measured.flops_per_second == pytest.approx(744 / (0.595 / 0.744 + 2 * 0.149 / 0.744))
     assert measured.compiled_gain == 0, "nobody asked for it"
     with torch._dynamo.config.patch(disable=False):
@@ -79,14 +91,23 @@ def test_what_compiling_gains_is_measured_with_the_compiler_of_the_device() -> N
         pytest.skip("Inductor needs a C++ compiler for the CPU: g++ or clang++")
     target = measuring.Processor()
     assert measuring.compiled_gain(target, 0.05) > 0
-    for written, compiled in zip(target.blocks["block"](), target.blocks["compiled block"](), strict=True):
+    for written, compiled in zip(
+        target.blocks["block"](), target.blocks["compiled block"](), strict=True
+    ):
         assert written.isfinite().all()
-        assert torch.nn.functional.cosine_similarity(written.flatten().float(), compiled.flatten().float(), dim=0) > 0.999
+        assert (
+            torch.nn.functional.cosine_similarity(
+                written.flatten().float(), compiled.flatten().float(), dim=0
+            )
+            > 0.999
+        )
     torch.compiler.reset()
 
 
 def test_what_compiling_gains_is_not_measured_where_nothing_can_be_compiled(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no compiler for the simulated accelerator: leave out --compiled"):
+    with pytest.raises(
+        InputError, match="no compiler for the simulated accelerator: leave out --compiled"
+    ):
         measuring.calibrate("sim", tmp_path, compiled=True)
 
     class WithoutCompiler(measuring.Processor):
@@ -96,7 +117,10 @@ def test_what_compiling_gains_is_not_measured_where_nothing_can_be_compiled(tmp_
     what = r"blocks cannot be compiled here \(No working C\+\+ compiler found.*leave out --compiled"
     with torch._dynamo.config.patch(disable=False), pytest.raises(InputError, match=what):
         measuring.compiled_gain(WithoutCompiler(), 0.05)
-    with torch._dynamo.config.patch(disable=True), pytest.raises(InputError, match="switched off by TORCHDYNAMO_DISABLE=1"):
+    with (
+        torch._dynamo.config.patch(disable=True),
+        pytest.raises(InputError, match="switched off by TORCHDYNAMO_DISABLE=1"),
+    ):
         measuring.compiled_gain(measuring.Processor(), 0.05)
 
 
@@ -107,7 +131,12 @@ GB = 10**9
     ("before", "after", "uuid", "context"),
     [
         ({"GPU-a": GB}, {"GPU-a": 2 * GB}, "GPU-a", 700_000_000),
-        ({"GPU-a": GB, "GPU-b": 0}, {"GPU-a": GB, "GPU-b": GB}, "GPU-b", 700_000_000),  # hidden from torch, or in another order
+        (
+            {"GPU-a": GB, "GPU-b": 0},
+            {"GPU-a": GB, "GPU-b": GB},
+            "GPU-b",
+            700_000_000,
+        ),  # hidden from torch, or in another order
         ({"GPU-a": GB}, {"GPU-a": 2 * GB}, "GPU-", 700_000_000),  # the only one there is
         ({"GPU-a": GB, "GPU-b": 0}, {"GPU-a": GB, "GPU-b": GB}, "GPU-", None),
         ({"GPU-a": GB}, {"GPU-a": GB}, "GPU-a", None),  # another process ended meanwhile
@@ -122,11 +151,18 @@ def test_context_bytes_are_what_the_card_itself_lost(
     assert measuring.context_bytes_taken(before, after, uuid, 300_000_000) == context
 
 
-@pytest.mark.parametrize(("assumed", "context"), [(300_000_000, 740_000_000), (900_000_000, 900_000_000)])
+@pytest.mark.parametrize(
+    ("assumed", "context"), [(300_000_000, 740_000_000), (900_000_000, 900_000_000)]
+)
 def test_context_bytes_are_measured_after_every_kind_of_kernel_and_only_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, assumed: int, context: int
 ) -> None:
-    loads = {"matmul": 10_000_000, "attention": 30_000_000, "convolution": 200_000_000}  # when a kernel first runs
+    # when a kernel first runs
+    loads = {
+        "matmul": 10_000_000,
+        "attention": 30_000_000,
+        "convolution": 200_000_000,
+    }
     loaded: set[str] = set()
 
     class Card(measuring.Processor):
@@ -147,7 +183,9 @@ def test_context_bytes_are_measured_after_every_kind_of_kernel_and_only_raised(
     used = {"driver": 500_000_000, **loads}
     monkeypatch.setattr(measuring, "_open", awake)
     monkeypatch.setattr(measuring, "_uuid", lambda: "GPU-a")
-    monkeypatch.setattr(measuring, "_cards_used_bytes", lambda: {"GPU-a": GB + sum(used[each] for each in loaded)})
+    monkeypatch.setattr(
+        measuring, "_cards_used_bytes", lambda: {"GPU-a": GB + sum(used[each] for each in loaded)}
+    )
     measured, figures = measuring.calibrate("cuda", tmp_path, allowed_seconds=0.05)
     assert measured.context_bytes == figures["context_bytes"] == context
 
@@ -173,7 +211,9 @@ def test_a_profile_is_found_by_its_name(tmp_path: Path) -> None:
         profiles.hardware("mine", None)
 
 
-def test_the_newest_profile_of_the_detected_card_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_profile_of_the_detected_card_is_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(devices, "found", lambda: card("geforcertx4090"))
     assert profiles.found(tmp_path) == card("geforcertx4090")
     profiles.keep(tmp_path, card("other-size", capacity_bytes=5), "geforcertx4090", {})
@@ -193,7 +233,15 @@ def test_taken_and_invalid_profile_names_are_refused(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "{}", '{"hardware": {"name": "x"}, "device": "d"}', '{"hardware": 3, "device": ""}']
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"hardware": {"name": "x"}, "device": "d"}',
+        '{"hardware": 3, "device": ""}',
+    ],
 )
 def test_a_damaged_profile_is_ignored(tmp_path: Path, text: str) -> None:
     profiles.keep(tmp_path, card("good"), "card", {})

@@ -1,4 +1,5 @@
-"""Constant values of meta tensors that a dry run may read: literal sizes, masks, and the worst case of expert routing."""
+"""Constant values of meta tensors that a dry run may read: literal sizes, masks, and the worst case
+of expert routing."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from graphrun.profile.recording import Call
 
 
 def record(module: nn.Module, *args: torch.Tensor) -> tuple[torch.Tensor, Recorder]:
-    recorder = Recorder(module, [f"experts.{n}" for n in range(len(getattr(module, "experts", ())))])
+    recorder = Recorder(
+        module, [f"experts.{n}" for n in range(len(getattr(module, "experts", ())))]
+    )
     recorder.ignore(args)
     with torch.no_grad(), FusedAttention(recorder), recorder:
         out = module(*args)
@@ -22,7 +25,8 @@ def record(module: nn.Module, *args: torch.Tensor) -> tuple[torch.Tensor, Record
 
 
 class Crop(nn.Module):
-    """Like HiDream's unpatchify: a size is moved to the device as a tensor and used as the end of a slice."""
+    """Like HiDream's unpatchify: a size is moved to the device as a tensor and used as the end of a
+    slice."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         sizes = torch.tensor([3, 5], device=x.device).unsqueeze(0).repeat(len(x), 1)
@@ -31,7 +35,8 @@ class Crop(nn.Module):
 
 
 class Experts(nn.Module):
-    """Like HiDream's mixture of experts: two of four experts for each token, each called with the tokens that selected it."""
+    """Like HiDream's mixture of experts: two of four experts for each token, each called with the
+    tokens that selected it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,22 +96,34 @@ class Sorted(nn.Module):
 
     def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         mask = mask.bool()
-        return torch.stack([torch.cat([text[of], text[~of]]) for text, of in zip(tokens, mask, strict=True)])
+        return torch.stack(
+            [torch.cat([text[of], text[~of]]) for text, of in zip(tokens, mask, strict=True)]
+        )
 
 
 def test_a_mask_selects_every_row_and_its_complement_none() -> None:
-    out, recorder = record(Sorted(), torch.empty(2, 16, 64, device="meta"), torch.empty(2, 16, dtype=torch.int64, device="meta"))
+    out, recorder = record(
+        Sorted(),
+        torch.empty(2, 16, 64, device="meta"),
+        torch.empty(2, 16, dtype=torch.int64, device="meta"),
+    )
     assert out.shape == (2, 16, 64)
     made = [event.nbytes for event in recorder.record.events if event.nbytes]
     assert made.count(16 * 64 * 4) == 4, "for each text, the selected rows and their concatenation"
-    assert made.count(512) == 5, "the mask, and for each text the complement of its row and two index columns"
+    assert made.count(512) == 5, (
+        "the mask, and for each text the complement of its row and two index columns"
+    )
 
 
 class Positions(nn.Module):
-    """Like Ernie-Image's and Mochi's positions: computed in fp32 whatever autocast the caller has enabled."""
+    """Like Ernie-Image's and Mochi's positions: computed in fp32 whatever autocast the caller has
+    enabled."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(x.device.type, enabled=False), torch.autocast(x.device.type, torch.float32):
+        with (
+            torch.autocast(x.device.type, enabled=False),
+            torch.autocast(x.device.type, torch.float32),
+        ):
             return x.float() @ x.float().T
 
 

@@ -1,4 +1,5 @@
-"""The recorded peak of small versions of real components equals the CPU allocator's, to the byte."""
+"""The recorded peak of small versions of real components equals the CPU allocator's, to the
+byte."""
 
 from __future__ import annotations
 
@@ -49,10 +50,18 @@ def profiled_peak(module: Any, call: Callable[[Any, str], Any]) -> int:
 
 @pytest.mark.parametrize(
     ("name", "dtype", "call"),
-    [("text_encoder", "float32", encode), ("text_encoder_2", "bfloat16", encode), ("transformer", "float32", denoise)],
+    [
+        ("text_encoder", "float32", encode),
+        ("text_encoder_2", "bfloat16", encode),
+        ("transformer", "float32", denoise),
+    ],
 )
 def test_clip_t5_and_flux_in_small_take_what_the_cpu_profiler_saw(
-    dry: Any, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str, call: Callable[[Any, str], Any]
+    dry: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    dtype: str,
+    call: Callable[[Any, str], Any],
 ) -> None:
     monkeypatch.setattr(recording, "ROUND_BYTES", 1)  # the CPU's allocator does not round
     graph = dry("flux-tiny")[0].without_sources()

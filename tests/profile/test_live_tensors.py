@@ -1,4 +1,5 @@
-"""What passes between the blocks of a call, and between them and other code, is read off a dry run."""
+"""What passes between the blocks of a call, and between them and other code, is read off a dry
+run."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class Stage(nn.Module):
 
 
 class Net(nn.Module):
-    """Two equal stages, as a UNet's; ``loop``: other code instead that calls the blocks of the first."""
+    """Two equal stages, as a UNet's; ``loop``: other code instead that calls the blocks of the
+    first."""
 
     def __init__(self, loop: Callable[..., Any] | None = None) -> None:
         super().__init__()
@@ -96,7 +98,9 @@ def test_what_other_code_may_see_is_not_left_to_the_next_block() -> None:
         first = blocks[0](x, text, table)
         return blocks[1](first, text, table) + first
 
-    def moved(blocks: Any, x: torch.Tensor, text: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    def moved(
+        blocks: Any, x: torch.Tensor, text: torch.Tensor, table: torch.Tensor
+    ) -> torch.Tensor:
         first = blocks[0](x, text, table)
         return blocks[1](first, torch.zeros(1, device=first.device), table)
 
@@ -104,10 +108,17 @@ def test_what_other_code_may_see_is_not_left_to_the_next_block() -> None:
 
 
 def test_a_view_of_what_a_block_made_is_made_by_other_code() -> None:
-    def viewed(blocks: Any, x: torch.Tensor, text: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    def viewed(
+        blocks: Any, x: torch.Tensor, text: torch.Tensor, table: torch.Tensor
+    ) -> torch.Tensor:
         return blocks[1](blocks[0](x, text, table)[:], text, table)
 
-    assert odd(viewed) == [(HIDDEN, 0, (1,)), (HIDDEN, 1, (0,)), (HIDDEN, 0, (2,)), (HIDDEN, 2, (0,))]
+    assert odd(viewed) == [
+        (HIDDEN, 0, (1,)),
+        (HIDDEN, 1, (0,)),
+        (HIDDEN, 0, (2,)),
+        (HIDDEN, 2, (0,)),
+    ]
 
 
 def written(blocks: Any, x: torch.Tensor, text: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -116,7 +127,9 @@ def written(blocks: Any, x: torch.Tensor, text: torch.Tensor, table: torch.Tenso
     return blocks[1](first, text, table)
 
 
-def returned(blocks: Any, x: torch.Tensor, text: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def returned(
+    blocks: Any, x: torch.Tensor, text: torch.Tensor, table: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     first = blocks[0](x, text, table)
     return first, blocks[1](first, text, table)
 

@@ -11,7 +11,8 @@ from graphrun.errors import InputError
 from graphrun.profile.host_ram import host_ram_bytes, ram_budget, taken_bytes
 from graphrun.units import GIB, MIB
 
-# A virtual machine that began with 8 GiB and has 64 by now would say so in MemTotal; swap is in no figure.
+# A virtual machine that began with 8 GiB and has 64 by now would say so in MemTotal; swap is in no
+# figure.
 MEMINFO = "MemTotal:  8388608 kB\nMemFree:  1024 kB\nMemAvailable:  6291456 kB\nSwapTotal:  67108864 kB\nSwapFree:  67108864 kB\n"
 
 
@@ -38,11 +39,14 @@ def test_without_a_limit_the_available_memory_counts(tmp_path: Path, text: str) 
 
 @pytest.mark.parametrize("group", ["", "a__", "a__job__"])
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_cgroup_has_its_limit_minus_its_usage_left(tmp_path: Path, group: str, version: int) -> None:
+def test_a_cgroup_has_its_limit_minus_its_usage_left(
+    tmp_path: Path, group: str, version: int
+) -> None:
     folder = group if version == 2 else f"memory__{group}"
-    limit, usage = [("memory_dot_limit_in_bytes", "memory_dot_usage_in_bytes"), ("memory_dot_max", "memory_dot_current")][
-        version - 1
-    ]
+    limit, usage = [
+        ("memory_dot_limit_in_bytes", "memory_dot_usage_in_bytes"),
+        ("memory_dot_max", "memory_dot_current"),
+    ][version - 1]
     found = left(tmp_path, **{folder + limit: f"{4 * GIB}\n", folder + usage: f"{3 * GIB}\n"})
     assert found == GIB
     idle = ["total_inactive_file", "inactive_file"][version - 1]
@@ -65,8 +69,13 @@ def test_loaded_modules_are_in_the_budget_once() -> None:
 
 
 def test_small_changes_of_free_memory_give_the_same_budget() -> None:
-    found = {ram_budget("auto", (), lambda nbytes=nbytes: nbytes) for nbytes in range(40 * GIB, 41 * GIB, 100 * MIB)}
+    found = {
+        ram_budget("auto", (), lambda nbytes=nbytes: nbytes)
+        for nbytes in range(40 * GIB, 41 * GIB, 100 * MIB)
+    }
     assert found == {40 * GIB}
     assert ram_budget("auto", (), lambda: 0) == 0
     assert ram_budget("auto", (), lambda: 127) == 126
-    assert all(31 * n <= 32 * ram_budget("auto", (), lambda n=n: n) <= 32 * n for n in range(1, 5000))
+    assert all(
+        31 * n <= 32 * ram_budget("auto", (), lambda n=n: n) <= 32 * n for n in range(1, 5000)
+    )

@@ -1,4 +1,5 @@
-"""Memory of each phase from hand-written recordings, by device. Sizes are in units of 512 bytes where nothing is reserved."""
+"""Memory of each phase from hand-written recordings, by device. Sizes are in units of 512 bytes
+where nothing is reserved."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ UNIT = 512
 
 
 def recording(*items: Any) -> Recording:
-    """``(key, units)`` allocates, ``(key, 0)`` releases, ``"a"`` enters component a, ``("a", units, scratch)`` does so and
-    allocates inside, ``"."`` ends the stage."""
+    """``(key, units)`` allocates, ``(key, 0)`` releases, ``"a"`` enters component a, ``("a", units,
+    scratch)`` does so and allocates inside, ``"."`` ends the stage."""
     found: list[Any] = []
     for item in items:
         if item == ".":
@@ -66,7 +67,9 @@ def test_memory_inside_a_call_adds_to_memory_outside() -> None:
 def test_scratch_counts_on_a_card_and_not_on_sim() -> None:
     units = 4 * MIB // UNIT
     assert phase_memories(("a", units, units), ".")[0].first_bytes == 4 * MIB
-    assert phase_memories(("a", units, 10 * units), ".", device="rtx4090")[0].first_bytes >= 44 * MIB
+    assert (
+        phase_memories(("a", units, 10 * units), ".", device="rtx4090")[0].first_bytes >= 44 * MIB
+    )
 
 
 @pytest.mark.parametrize("device", ["sim", "rtx4090"])

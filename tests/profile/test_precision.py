@@ -1,4 +1,5 @@
-"""What a precision supports by version, the scratch of its layers, and the memory of quantizing; compared with bitsandbytes."""
+"""What a precision supports by version, the scratch of its layers, and the memory of quantizing;
+compared with bitsandbytes."""
 
 from __future__ import annotations
 
@@ -31,13 +32,25 @@ from graphrun.units import round_up
 
 bnb = pytest.importorskip("bitsandbytes")
 GRAPHS = Path(__file__).parents[2] / "graphs"
-NOW = {"torch": "2.13", "diffusers": "0.42", "transformers": "5.23", "accelerate": "1.15", "bitsandbytes": "0.50"}
+NOW = {
+    "torch": "2.13",
+    "diffusers": "0.42",
+    "transformers": "5.23",
+    "accelerate": "1.15",
+    "bitsandbytes": "0.50",
+}
 
 
 def test_unquantized_precisions_move_stream_and_can_be_on_disk() -> None:
     for precision in ("float32", "bfloat16", "float16"):
         found = flags(precision, {})
-        assert (found.available, found.movable, found.streamable, found.leaf_streamable, found.disk_able) == (True,) * 5
+        assert (
+            found.available,
+            found.movable,
+            found.streamable,
+            found.leaf_streamable,
+            found.disk_able,
+        ) == (True,) * 5
         assert found.reason == ""
     assert flags("fp8", NOW).disk_able
 
@@ -68,7 +81,9 @@ def test_s1_1_whether_a_module_moves_depends_on_versions(
 
 
 @pytest.mark.parametrize("precision", ["int8", "nf4"])
-def test_s4_3_4_bit_is_streamed_by_blocks_alone_and_nothing_quantized_lies_on_disk(precision: str) -> None:
+def test_s4_3_4_bit_is_streamed_by_blocks_alone_and_nothing_quantized_lies_on_disk(
+    precision: str,
+) -> None:
     found = flags(precision, NOW)
     assert found.streamable
     assert found.leaf_streamable == (precision != "nf4")
@@ -93,12 +108,17 @@ def test_block_bytes_in_the_declared_precision_are_those_of_the_dry_run(dry: Any
             component = graph.components[key]
             module = meta_module(component, graph.trust)
             found = block_bytes_by_precision(module, of_component.groups, component.dtype)
-            assert found[component.dtype] == of_component.precisions[component.dtype] == of_component.block_bytes, key
+            assert (
+                found[component.dtype]
+                == of_component.precisions[component.dtype]
+                == of_component.block_bytes
+            ), key
             assert of_component.precisions["nf4"] == found["nf4"]
 
 
 def test_a_dry_run_records_every_product_of_a_quantizable_layer(dry: Any) -> None:
-    """FLUX's transformer calls each of its linear layers once; the trace names them as the profile does."""
+    """FLUX's transformer calls each of its linear layers once; the trace names them as the profile
+    does."""
     _, probed, _ = dry("flux-dev")
     of_component = probed.profiles["transformer"]
     call = next(call for _, call in probed.recording.entries() if call.component == "transformer")
@@ -111,7 +131,10 @@ def test_a_dry_run_records_every_product_of_a_quantizable_layer(dry: Any) -> Non
 
 def test_a_quantized_transformer_s_blocks_shrink_as_published(dry: Any) -> None:
     graph, probed, _ = dry("flux-dev")
-    of_component, module = probed.profiles["transformer"], meta_module(graph.components["transformer"], graph.trust)
+    of_component, module = (
+        probed.profiles["transformer"],
+        meta_module(graph.components["transformer"], graph.trust),
+    )
     found = block_bytes_by_precision(module, of_component.groups, "bfloat16")
     int8, nf4, fp8 = (found[precision] for precision in ("int8", "nf4", "fp8"))
     for index, unquantized in enumerate(found["bfloat16"]):
@@ -129,17 +152,27 @@ def replaced(module: nn.Module, precision: str) -> None:
                 continue
             sizes, bias = (child.in_features, child.out_features), child.bias
             if precision == "nf4":
-                new = bnb.nn.Linear4bit(*sizes, bias=bias is not None, quant_type="nf4", compress_statistics=False)
-                new.weight = bnb.nn.Params4bit(child.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=False)
+                new = bnb.nn.Linear4bit(
+                    *sizes, bias=bias is not None, quant_type="nf4", compress_statistics=False
+                )
+                new.weight = bnb.nn.Params4bit(
+                    child.weight.data,
+                    requires_grad=False,
+                    quant_type="nf4",
+                    compress_statistics=False,
+                )
             else:
                 new = bnb.nn.Linear8bitLt(*sizes, bias=bias is not None, has_fp16_weights=False)
-                new.weight = bnb.nn.Int8Params(child.weight.data, requires_grad=False, has_fp16_weights=False)
+                new.weight = bnb.nn.Int8Params(
+                    child.weight.data, requires_grad=False, has_fp16_weights=False
+                )
             new.bias = bias
             setattr(parent, name, new.to("cpu"))
 
 
 def real_bytes(block: nn.Module) -> int:
-    """Bytes of a block's tensors, those of quantized weights included, each at a multiple of `ALIGNMENT`."""
+    """Bytes of a block's tensors, those of quantized weights included, each at a multiple of
+    `ALIGNMENT`."""
     found: dict[int, torch.Tensor] = {}
     for child in block.modules():
         for tensor in (*child._parameters.values(), *child._buffers.values()):
@@ -165,12 +198,22 @@ def test_a_block_takes_what_bitsandbytes_layers_take(dry: Any, flux: Any, precis
     replaced(module, precision)
     for group, nbytes in zip(groups, expected, strict=True):
         if group.blocks != ("",):
-            assert {round_up(real_bytes(module.get_submodule(path)), 512) for path in group.blocks} == {nbytes}, group.name
+            assert {
+                round_up(real_bytes(module.get_submodule(path)), 512) for path in group.blocks
+            } == {nbytes}, group.name
 
 
 def test_a_language_model_s_head_is_not_quantized(flux: Any) -> None:
-    config = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 96}
-    component = replace(flux.component("vae"), class_path="transformers.LlamaForCausalLM", config=config)
+    config = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "vocab_size": 96,
+    }
+    component = replace(
+        flux.component("vae"), class_path="transformers.LlamaForCausalLM", config=config
+    )
     module: Any = meta_module(component, flux.trust)
     assert module.lm_head.weight is not module.model.embed_tokens.weight
     assert set(quantizable_layers(module, torch.bfloat16).values()).isdisjoint({module.lm_head})
@@ -180,8 +223,17 @@ def test_a_language_model_s_head_is_not_quantized(flux: Any) -> None:
 def test_weights_by_precision_sum_the_bytes_of_all_tensors(flux: Any) -> None:
     module = meta_module(flux.component("transformer"), flux.trust)
     found = weights_by_precision(module, "bfloat16")
-    assert found["bfloat16"] == sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
-    assert found["nf4"] < found["fp8"] < found["int8"] < found["bfloat16"] == found["float16"] < found["float32"]
+    assert found["bfloat16"] == sum(
+        tensor.nbytes for tensor in (*module.parameters(), *module.buffers())
+    )
+    assert (
+        found["nf4"]
+        < found["fp8"]
+        < found["int8"]
+        < found["bfloat16"]
+        == found["float16"]
+        < found["float32"]
+    )
 
 
 class Two(nn.Module):
@@ -222,8 +274,14 @@ def peak(call: Call) -> int:
 
 def test_products_are_recorded_with_weight_name_and_tokens() -> None:
     call, _ = traced(1000)
-    assert [(product.name, product.rows) for product in call.products] == [("first.weight", 1000), ("second.weight", 1000)]
-    assert [call.events[product.event].nbytes for product in call.products] == [2 * 1000 * 96, round_up(2 * 1000 * 32, 512)]
+    assert [(product.name, product.rows) for product in call.products] == [
+        ("first.weight", 1000),
+        ("second.weight", 1000),
+    ]
+    assert [call.events[product.event].nbytes for product in call.products] == [
+        2 * 1000 * 96,
+        round_up(2 * 1000 * 32, 512),
+    ]
 
 
 def test_nf4_takes_the_dequantized_weight_beside_the_product() -> None:
@@ -231,7 +289,9 @@ def test_nf4_takes_the_dequantized_weight_beside_the_product() -> None:
     call, shapes = traced(tokens)
     found = requantized(call, shapes, "nf4")
     assert found.peak_bytes == peak(found)
-    assert peak(found) == max(2 * 96 * 64 + 2 * tokens * 96, 2 * tokens * 96 + 2 * 32 * 96 + 2 * tokens * 32)
+    assert peak(found) == max(
+        2 * 96 * 64 + 2 * tokens * 96, 2 * tokens * 96 + 2 * 32 * 96 + 2 * tokens * 32
+    )
     assert dequantization_seconds(10**9, 1e9) == 2.0
 
 
@@ -246,7 +306,10 @@ def test_int8_takes_its_input_and_its_product_in_other_dtypes() -> None:
     found = requantized(call, shapes, "int8")
     assert peak(found) == tokens * (64 + 4) + tokens * 96 * 6 + tokens * 96 * 2
     assert found.peak_bytes == peak(found)
-    assert peak(requantized(call, shapes, "int8", "float16")) == tokens * (64 + 4) + tokens * 96 * 4 + tokens * 96 * 2
+    assert (
+        peak(requantized(call, shapes, "int8", "float16"))
+        == tokens * (64 + 4) + tokens * 96 * 4 + tokens * 96 * 2
+    )
 
 
 def test_an_unquantized_layer_takes_no_scratch() -> None:
@@ -257,7 +320,15 @@ def test_an_unquantized_layer_takes_no_scratch() -> None:
 
 
 def test_the_peak_of_events_excludes_scratch() -> None:
-    events = [Event(1, 512), Event(0, 4096, scratch=True), Event(2, 1024), Event(1, 0), Event(3, 512), Event(2, 0), Event(3, 0)]
+    events = [
+        Event(1, 512),
+        Event(0, 4096, scratch=True),
+        Event(2, 1024),
+        Event(1, 0),
+        Event(3, 512),
+        Event(2, 0),
+        Event(3, 0),
+    ]
     assert Call(events=events).peak_bytes == 1536
 
 
@@ -269,7 +340,11 @@ def test_a_product_has_one_weight() -> None:
 def test_quantizing_on_the_cpu_takes_no_more_than_predicted(precision: str) -> None:
     shape = (512, 2048)
     weight = torch.randn(*shape, dtype=torch.bfloat16)
-    kind = {"nf4": lambda: bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=False)}
+    kind = {
+        "nf4": lambda: bnb.nn.Params4bit(
+            weight, requires_grad=False, quant_type="nf4", compress_statistics=False
+        )
+    }
     kind["int8"] = lambda: bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
     kind[precision]().to("cpu")  # tables that are made once
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
@@ -280,5 +355,9 @@ def test_quantizing_on_the_cpu_takes_no_more_than_predicted(precision: str) -> N
             now += event.nbytes()
             most = max(most, now)
     assert made is not None
-    assert 0.97 * quantizing_bytes([shape], precision) < most + weight.nbytes <= quantizing_bytes([shape], precision)
+    assert (
+        0.97 * quantizing_bytes([shape], precision)
+        < most + weight.nbytes
+        <= quantizing_bytes([shape], precision)
+    )
     assert quantizing_bytes([(1, 1), shape], precision) == quantizing_bytes([shape], precision)

@@ -1,4 +1,5 @@
-"""Weights by precision: the formulas compared with real bitsandbytes layers, quantized on the CPU."""
+"""Weights by precision: the formulas compared with real bitsandbytes layers, quantized on the
+CPU."""
 
 from __future__ import annotations
 
@@ -26,27 +27,42 @@ def tensors_of_nf4(layer: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_nf4_is_what_bitsandbytes_makes(outputs: int, inputs: int) -> None:
-    layer = bnb.nn.Linear4bit(inputs, outputs, bias=False, quant_type="nf4", compress_statistics=False)
+    layer = bnb.nn.Linear4bit(
+        inputs, outputs, bias=False, quant_type="nf4", compress_statistics=False
+    )
     weight = torch.randn(outputs, inputs, dtype=torch.bfloat16)
-    layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=False)
+    layer.weight = bnb.nn.Params4bit(
+        weight, requires_grad=False, quant_type="nf4", compress_statistics=False
+    )
     layer = layer.to("cpu")
-    assert sum(layer_tensors(outputs, inputs, "nf4")) == sum(t.nbytes for t in tensors_of_nf4(layer))
+    assert sum(layer_tensors(outputs, inputs, "nf4")) == sum(
+        t.nbytes for t in tensors_of_nf4(layer)
+    )
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_int8_is_what_bitsandbytes_makes(outputs: int, inputs: int) -> None:
     layer = bnb.nn.Linear8bitLt(inputs, outputs, bias=False, has_fp16_weights=False)
-    layer.weight = bnb.nn.Int8Params(torch.randn(outputs, inputs).half(), requires_grad=False, has_fp16_weights=False)
+    layer.weight = bnb.nn.Int8Params(
+        torch.randn(outputs, inputs).half(), requires_grad=False, has_fp16_weights=False
+    )
     layer = layer.to("cpu")
-    assert sum(layer_tensors(outputs, inputs, "int8")) == layer.weight.data.nbytes + layer.weight.SCB.nbytes
+    assert (
+        sum(layer_tensors(outputs, inputs, "int8"))
+        == layer.weight.data.nbytes + layer.weight.SCB.nbytes
+    )
 
 
 def test_weights_of_a_module_are_the_sum_of_its_layers() -> None:
-    module = nn.Sequential(nn.Embedding(10, 64), nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 64, bias=False)).bfloat16()
+    module = nn.Sequential(
+        nn.Embedding(10, 64), nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 64, bias=False)
+    ).bfloat16()
     remainder = 10 * 64 + 96 + 2 * 96
     linear = 64 * 96 + 96 * 64
     found = weights_by_precision(module, "bfloat16")
-    assert [found[p] for p in ("bfloat16", "float16", "float32")] == [n * (remainder + linear) for n in (2, 2, 4)]
+    assert [found[p] for p in ("bfloat16", "float16", "float32")] == [
+        n * (remainder + linear) for n in (2, 2, 4)
+    ]
     assert found["int8"] == 2 * remainder + linear + 4 * (96 + 64)
     assert found["nf4"] == 2 * remainder + 2 * sum(layer_tensors(64, 96, "nf4"))
 

@@ -22,11 +22,16 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return self.out(
+            nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        )
 
 
 def record(
-    module: nn.Module, call: Callable[[], object], blocks: tuple[str, ...] = (), inputs: tuple[torch.Tensor, ...] = ()
+    module: nn.Module,
+    call: Callable[[], object],
+    blocks: tuple[str, ...] = (),
+    inputs: tuple[torch.Tensor, ...] = (),
 ) -> Recorder:
     recorder = Recorder(module, blocks)
     recorder.ignore(inputs)
@@ -52,7 +57,13 @@ def profiled_peak(module: nn.Module, x: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("width", [64, 256])
 def test_the_peak_equals_the_cpu_profilers_where_there_is_no_convolution(width: int) -> None:
-    module = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.SiLU(), nn.LayerNorm(width))
+    module = nn.Sequential(
+        nn.Linear(width, 4 * width),
+        nn.GELU(),
+        nn.Linear(4 * width, width),
+        nn.SiLU(),
+        nn.LayerNorm(width),
+    )
     real = profiled_peak(module, torch.zeros(8, 128, width))
     meta, x = module.to("meta"), torch.zeros(8, 128, width, device="meta")
     assert record(meta, lambda: meta(x), inputs=(x,)).record.peak_bytes == real
@@ -68,18 +79,32 @@ def test_attention_makes_no_square_tensor_and_its_flops_are_counted() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "elements"), [(torch.bfloat16, 16 + 8), (torch.float32, 16)])
-def test_a_convolution_takes_scratch_of_input_output_in_16_bit_and_weight(dtype: torch.dtype, elements: int) -> None:
+def test_a_convolution_takes_scratch_of_input_output_in_16_bit_and_weight(
+    dtype: torch.dtype, elements: int
+) -> None:
     module = nn.Conv2d(16, 8, 3, padding=1, bias=False).to("meta", dtype)
-    recorder = record(module, lambda: module(torch.zeros(1, 16, 32, 32, dtype=dtype, device="meta")))
+    recorder = record(
+        module, lambda: module(torch.zeros(1, 16, 32, 32, dtype=dtype, device="meta"))
+    )
     scratch = [event.nbytes for event in recorder.record.events if event.scratch]
     assert scratch == [dtype.itemsize * (elements * 32 * 32 + 8 * 16 * 9)]
 
 
-@pytest.mark.parametrize(("dtype", "elements"), [(torch.bfloat16, 16 * 33 * 33 + 8 * 16 * 16 + 8 * 16 * 9), (torch.float32, 0)])
-def test_a_strided_convolution_takes_scratch_in_16_bit_only(dtype: torch.dtype, elements: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "elements"),
+    [(torch.bfloat16, 16 * 33 * 33 + 8 * 16 * 16 + 8 * 16 * 9), (torch.float32, 0)],
+)
+def test_a_strided_convolution_takes_scratch_in_16_bit_only(
+    dtype: torch.dtype, elements: int
+) -> None:
     module = nn.Conv2d(16, 8, 3, stride=2, bias=False).to("meta", dtype)
-    recorder = record(module, lambda: module(torch.zeros(1, 16, 33, 33, dtype=dtype, device="meta")))
-    assert sum(event.nbytes for event in recorder.record.events if event.scratch) == dtype.itemsize * elements
+    recorder = record(
+        module, lambda: module(torch.zeros(1, 16, 33, 33, dtype=dtype, device="meta"))
+    )
+    assert (
+        sum(event.nbytes for event in recorder.record.events if event.scratch)
+        == dtype.itemsize * elements
+    )
 
 
 def test_math_attention_takes_a_square_tensor() -> None:
@@ -120,8 +145,14 @@ def test_flops_are_assigned_to_the_running_block() -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 32)).to("meta")
     recorder = record(module, lambda: module(torch.zeros(2, 8, device="meta")), ("0", "1"))
     kernels = recorder.record.kernels
-    by_block = [(path, sum(kernels[number].flops for number in numbers)) for path, numbers in recorder.record.work]
-    assert [entry for entry in by_block if entry[0]] == [("0", 2 * 2 * 8 * 8), ("1", 2 * 2 * 8 * 32)]
+    by_block = [
+        (path, sum(kernels[number].flops for number in numbers))
+        for path, numbers in recorder.record.work
+    ]
+    assert [entry for entry in by_block if entry[0]] == [
+        ("0", 2 * 2 * 8 * 8),
+        ("1", 2 * 2 * 8 * 32),
+    ]
     assert recorder.record.entered == ["0", "1"]
 
 
@@ -153,7 +184,8 @@ def test_mask_all_is_false_so_that_the_memory_of_a_mask_is_counted() -> None:
 
 
 def test_blocks_that_run_twice_in_a_call_are_in_the_remainder(dry: Any) -> None:
-    """Wan's decoder processes one frame after another; its transformer's blocks run once per call."""
+    """Wan's decoder processes one frame after another; its transformer's blocks run once per
+    call."""
     _, probed, _ = dry("wan-tiny")
     streamed = {
         name: [path for group in of_component.groups if group.streamable for path in group.blocks]
@@ -209,7 +241,13 @@ class Reaching(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("reach", "loose"), [("", set()), ("call", {"blocks.0.embed"}), ("read", {"blocks.1"}), ("weight", {"blocks.2.linear"})]
+    ("reach", "loose"),
+    [
+        ("", set()),
+        ("call", {"blocks.0.embed"}),
+        ("read", {"blocks.1"}),
+        ("weight", {"blocks.2.linear"}),
+    ],
 )
 def test_modules_used_while_their_block_does_not_run_are_loose(reach: str, loose: set[str]) -> None:
     net, x = Reaching(reach).to("meta"), torch.empty(2, 8, device="meta")
@@ -230,7 +268,8 @@ ROUNDS = 64  # so that an address that was free is taken again
 
 
 def test_a_tensor_at_the_address_of_a_released_input_is_counted() -> None:
-    """A component may release its inputs: a UNet removes an adapter's features from their list one by one."""
+    """A component may release its inputs: a UNet removes an adapter's features from their list one
+    by one."""
 
     class Taking(nn.Module):
         def forward(self, features: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -65,8 +65,15 @@ def contents(recorder: Recorder) -> Any:
     kernels: dict[str, list[Kernel]] = {}
     for path, numbers in recorder.record.work:
         if numbers:  # entries without kernels only keep the order
-            kernels.setdefault(path, []).extend(recorder.record.kernels[number] for number in numbers)
-    return replace(recorder.record, work=[], kernels=[], hops=[]), recorder.record.peak_bytes, kernels  # hops: test_live_tensors.py
+            kernels.setdefault(path, []).extend(
+                recorder.record.kernels[number] for number in numbers
+            )
+    # hops: test_live_tensors.py
+    return (
+        replace(recorder.record, work=[], kernels=[], hops=[]),
+        recorder.record.peak_bytes,
+        kernels,
+    )
 
 
 @pytest.fixture
@@ -116,7 +123,8 @@ def test_classes_are_restored_afterwards(net: Net) -> None:
 
 
 class Swapping(nn.Module):
-    """Replaces the tensor in its list argument by a view of its table, at the same address if possible."""
+    """Replaces the tensor in its list argument by a view of its table, at the same address if
+    possible."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -32,7 +32,10 @@ class Encoder(nn.Module):
 CASES: dict[str, tuple[Callable[..., Any], int]] = {
     "the first half of what was made": (lambda _, made: made[:128], 4 * KIB),
     "two halves": (lambda _, made: made.chunk(2), 4 * KIB),
-    "a column, and all of it in other dtypes": (lambda _, made: (made[:, 0], made.view(torch.int32)), 4 * KIB),
+    "a column, and all of it in other dtypes": (
+        lambda _, made: (made[:, 0], made.view(torch.int32)),
+        4 * KIB,
+    ),
     "another order": (lambda _, made: made.T, 4 * KIB),
     "one number many times": (lambda _, made: made[:1, :1].clone().expand(256, 4), 512),
     "the argument itself": (lambda x, _: x, 0),
@@ -73,12 +76,16 @@ def test_an_argument_with_other_strides_is_not_returned_as_a_view() -> None:
     found = returned(x[1:], (x,), {}, set())
     one = torch.ones(4, 4)
     assert found.materialize((one,), torch.device("cpu")).data_ptr() == one[1:].data_ptr()
-    assert found.materialize((one.T,), torch.device("cpu")).untyped_storage().data_ptr() != one.data_ptr()
+    assert (
+        found.materialize((one.T,), torch.device("cpu")).untyped_storage().data_ptr()
+        != one.data_ptr()
+    )
     assert found.nbytes == 0
 
 
 class Brought(nn.Module):
-    """Like Lumina's transformer: copies a table from the host to the device, and returns another one on the host."""
+    """Like Lumina's transformer: copies a table from the host to the device, and returns another
+    one on the host."""
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x + table.to(x.device), table.cpu()
@@ -113,7 +120,9 @@ class Renderer(nn.Module):
 def test_a_device_argument_is_replaced_by_the_traced_device() -> None:
     prober = Prober({"renderer": Renderer().to("meta")})
     with sim.DryMachine(), prober.interceptor:
-        made = prober.meta_modules["renderer"].render(torch.ones(8, device=sim.PLANNED), sim.PLANNED)
+        made = prober.meta_modules["renderer"].render(
+            torch.ones(8, device=sim.PLANNED), sim.PLANNED
+        )
     assert (made.shape, made.device.type) == ((8, 4), sim.PLANNED.type)
 
 
@@ -142,7 +151,10 @@ def test_an_entry_that_reads_numbers_is_traced_on_the_cpu_where_weights_can_be_h
             assert all(weight.is_meta for weight in prober.meta_modules["counted"].parameters())
         return found  # type: ignore[no-any-return]
 
-    with pytest.warns(RuntimeWarning, match=r"counted.forward needs tensor values \(NotImplementedError.*once on the CPU"):
+    with pytest.warns(
+        RuntimeWarning,
+        match=r"counted.forward needs tensor values \(NotImplementedError.*once on the CPU",
+    ):
         found = made(lambda _: Counted())
     assert (found.shape, found.device.type) == ((3, 4), sim.PLANNED.type)
     with pytest.raises(NotImplementedError, match="bincount"):

@@ -1,4 +1,5 @@
-"""Stored entries are whole or absent under concurrent writes, crashes and damage, and their total size is limited."""
+"""Stored entries are whole or absent under concurrent writes, crashes and damage, and their total
+size is limited."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ def test_get_returns_what_was_put(tmp_path: Path) -> None:
     assert store.get("trace", "a") is None
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:-3], lambda b: b"", lambda b: b.replace(b"1", b"2", 1), lambda b: b"{}" + b])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda b: b[:-3], lambda b: b"", lambda b: b.replace(b"1", b"2", 1), lambda b: b"{}" + b],
+)
 def test_a_damaged_entry_is_absent_until_it_is_written_again(tmp_path: Path, damage) -> None:  # type: ignore[no-untyped-def]
     store = Store(tmp_path)
     store.put("plan", "a", {"seconds": 1111})
@@ -62,13 +66,18 @@ def test_an_entry_larger_than_the_limit_replaces_all_others(tmp_path: Path) -> N
     assert (store.get("plan", "a"), store.get("plan", "b")) == (None, "x" * 100)
 
 
-def test_temporary_files_of_killed_processes_are_deleted_and_those_being_written_are_not(tmp_path: Path) -> None:
+def test_temporary_files_of_killed_processes_are_deleted_and_those_being_written_are_not(
+    tmp_path: Path,
+) -> None:
     (tmp_path / ".plan-b.json.new-killed").write_text("half")
     (tmp_path / ".plan-c.json.new-written").touch()
     lock = take_lock(tmp_path / ".plan-c.json.new-written.lock")
     assert lock is not None
     Store(tmp_path).put("plan", "a", 1)
-    assert sorted(path.name for path in tmp_path.glob(".*")) == [".plan-c.json.new-written", ".plan-c.json.new-written.lock"]
+    assert sorted(path.name for path in tmp_path.glob(".*")) == [
+        ".plan-c.json.new-written",
+        ".plan-c.json.new-written.lock",
+    ]
     lock.release()
 
 
@@ -80,4 +89,8 @@ def test_a_folder_that_cannot_be_created_stores_nothing_and_raises_nothing(tmp_p
 
 
 def test_digests_do_not_depend_on_the_order_of_keys() -> None:
-    assert digest_of({"a": 1, "b": [2]}) == digest_of({"b": [2], "a": 1}) != digest_of({"a": 1, "b": [3]})
+    assert (
+        digest_of({"a": 1, "b": [2]})
+        == digest_of({"b": [2], "a": 1})
+        != digest_of({"a": 1, "b": [3]})
+    )

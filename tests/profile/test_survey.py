@@ -20,11 +20,17 @@ def flux(dry: Any) -> dict[str, Any]:
     return survey(graph, probed, hardware("rtx4090"), inputs)
 
 
-def test_weights_are_exact_in_the_declared_precision_and_by_formula_in_others(flux: dict[str, Any]) -> None:
+def test_weights_are_exact_in_the_declared_precision_and_by_formula_in_others(
+    flux: dict[str, Any],
+) -> None:
     transformer = next(row for row in flux["components"] if row["name"] == "transformer")
     assert transformer["parameters"] == 11_901_408_320
-    assert transformer["weights"]["bfloat16"]["bytes"] == pytest.approx(2 * transformer["parameters"], rel=1e-4)
-    assert transformer["weights"]["nf4"]["bytes"] == pytest.approx(0.5625 * transformer["parameters"], rel=2e-3)
+    assert transformer["weights"]["bfloat16"]["bytes"] == pytest.approx(
+        2 * transformer["parameters"], rel=1e-4
+    )
+    assert transformer["weights"]["nf4"]["bytes"] == pytest.approx(
+        0.5625 * transformer["parameters"], rel=2e-3
+    )
     assert {p: w["basis"] for p, w in transformer["weights"].items()} == {
         "float32": "declared",
         "bfloat16": "declared",
@@ -33,10 +39,16 @@ def test_weights_are_exact_in_the_declared_precision_and_by_formula_in_others(fl
         "int8": "formula",
         "nf4": "formula",
     }
-    assert [p for p, w in transformer["weights"].items() if w["allowed"]] == ["bfloat16", "int8", "nf4"]
+    assert [p for p, w in transformer["weights"].items() if w["allowed"]] == [
+        "bfloat16",
+        "int8",
+        "nf4",
+    ]
 
 
-def test_a_phase_reserves_more_than_it_allocates_and_native_segments_most(flux: dict[str, Any]) -> None:
+def test_a_phase_reserves_more_than_it_allocates_and_native_segments_most(
+    flux: dict[str, Any],
+) -> None:
     for phase in flux["phases"]:
         assert phase["allocated_bytes"] <= phase["reserved_bytes"]
     denoise = next(phase for phase in flux["phases"] if phase["stage"] == "denoise")
@@ -50,7 +62,11 @@ def test_the_estimate_shows_the_numbers_of_the_problem(dry: Any, flux: dict[str,
     graph, probed, inputs = dry("flux-dev")
     problem = problem_of(graph, probed, hardware("rtx4090"), Limits(8 * 2**30, 2**36), inputs)
     for number, (phase, row) in enumerate(zip(problem.phases, flux["phases"], strict=True)):
-        beside = problem.value_bytes(number) + phase.live_in_bytes + max(phase.first_bytes, phase.steady_bytes)
+        beside = (
+            problem.value_bytes(number)
+            + phase.live_in_bytes
+            + max(phase.first_bytes, phase.steady_bytes)
+        )
         assert row["allocated_bytes"] == beside
         assert row["phase"] == phase.name
 
@@ -62,9 +78,14 @@ def test_a_dry_run_read_back_gives_the_same_survey(dry: Any, flux: dict[str, Any
 
 def test_the_screen_has_a_row_for_each_component_and_phase(flux: dict[str, Any]) -> None:
     lines = estimate_screen(flux, Look(verbose=True)).splitlines()
-    assert lines[0].startswith("needs 34.8 GiB with everything on the device: does not fit on rtx4090 (24 GiB);")
+    assert lines[0].startswith(
+        "needs 34.8 GiB with everything on the device: does not fit on rtx4090 (24 GiB);"
+    )
     assert any(line.startswith("estimate flux-dev  ") for line in lines)
-    assert any(line.startswith(" transformer ") and "22.17*" in line and "19 + 38" in line for line in lines)
+    assert any(
+        line.startswith(" transformer ") and "22.17*" in line and "19 + 38" in line
+        for line in lines
+    )
     assert sum("traced, prior" in line for line in lines) == 4
 
 

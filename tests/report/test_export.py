@@ -34,7 +34,9 @@ TRACE = Trace(
 
 
 def named(events: list[dict[str, Any]], track: str) -> list[dict[str, Any]]:
-    number = next(e["tid"] for e in events if e["name"] == "thread_name" and e["args"]["name"] == track)
+    number = next(
+        e["tid"] for e in events if e["name"] == "thread_name" and e["args"]["name"] == track
+    )
     return [e for e in events if e.get("tid") == number and e["ph"] == "X"]
 
 
@@ -44,8 +46,12 @@ def counter(events: list[dict[str, Any]], name: str) -> list[tuple[float, int]]:
 
 def test_every_event_is_on_its_track_at_its_time() -> None:
     events = perfetto(TRACE)["traceEvents"]
-    assert [(e["name"], e["ts"], e["dur"]) for e in named(events, "compute")] == [("a.forward", 1e6, 2e6)]
-    assert [(e["name"], e["ts"], e["dur"], e["args"]["bytes"]) for e in named(events, "copies")] == [
+    assert [(e["name"], e["ts"], e["dur"]) for e in named(events, "compute")] == [
+        ("a.forward", 1e6, 2e6)
+    ]
+    assert [
+        (e["name"], e["ts"], e["dur"], e["args"]["bytes"]) for e in named(events, "copies")
+    ] == [
         ("load a remainder", 0, 1e6, 60),
         ("stream a blocks.0", 1e6, 0.5e6, 20),
         ("stream a blocks.1", 1.5e6, 1e6, 20),
@@ -68,7 +74,12 @@ def test_the_files_name_says_which_form_it_takes() -> None:
         "plan": {"graph": "g"},
         "made": {"date": "d"},
     }
-    assert TRACE.to_json()["tiers"][1] == {"name": "pinned", "before_bytes": 100, "after_bytes": 100, "left_bytes": 0}
+    assert TRACE.to_json()["tiers"][1] == {
+        "name": "pinned",
+        "before_bytes": 100,
+        "after_bytes": 100,
+        "left_bytes": 0,
+    }
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""The screens of FLUX.1-dev: plans at three budgets, a budget that does not fit; at two widths, in a pipe and on a terminal.
+"""The screens of FLUX.1-dev: plans at three budgets, a budget that does not fit; at two widths, in
+a pipe and on a terminal.
 
 Update with ``make golden`` after looking at every difference.
 """
@@ -61,7 +62,9 @@ THEN = 'next, on that card: graphrun run flux-dev --vram 8G --ram 64G --hardware
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_plan_screen_at_two_widths_in_a_pipe_and_on_a_terminal(solution_8g: Any, compare: Any, width: int) -> None:
+def test_plan_screen_at_two_widths_in_a_pipe_and_on_a_terminal(
+    solution_8g: Any, compare: Any, width: int
+) -> None:
     screen = plan_screen(solution_8g, look=Look(width, made="a picture", then=THEN))
     assert max(map(len, screen.splitlines())) <= width
     compare(f"flux-dev-8g-{width}", screen)
@@ -74,7 +77,8 @@ def test_plan_screen_with_all_figures(solution_8g: Any, compare: Any) -> None:
 
 def test_plan_text_at_8_gib(solution_8g: Any, compare: Any) -> None:
     plan = solution_8g.plan
-    compare("flux-dev-8g-plan", str(plan).replace(plan.problem, "DIGEST"))  # it depends on the versions of the libraries too
+    # it depends on the versions of the libraries too
+    compare("flux-dev-8g-plan", str(plan).replace(plan.problem, "DIGEST"))
 
 
 def test_explain_screen_at_8_gib(solution_8g: Any, compare: Any) -> None:
@@ -102,7 +106,12 @@ def test_the_cast_in_the_readme_shows_the_screens_as_they_are() -> None:
     texts = ElementTree.parse(ROOT / "docs" / "cast.svg").getroot().findall(".//{*}text")
     lines = {"".join("".join(text.itertext()).split()) for text in texts}
     screen = (GOLDEN / "flux-dev-8g-80.txt").read_text().splitlines()
-    assert {"".join(line.split()) for line in screen if line and not line.startswith("next")} <= lines  # next is folded
+    assert {
+        "".join(line.split()) for line in screen if line and not line.startswith("next")
+    } <= lines  # next is folded
     assert any(line.startswith("done:") for line in lines)
     assert any(re.search(r"step\d+/12,", line) for line in lines)
-    assert "![graphrun plan and graphrun run on a terminal](docs/cast.svg)" in (ROOT / "README.md").read_text()
+    assert (
+        "![graphrun plan and graphrun run on a terminal](docs/cast.svg)"
+        in (ROOT / "README.md").read_text()
+    )

@@ -1,4 +1,5 @@
-"""What a run makes as files: which output goes where in which format, and what is refused before anything is loaded."""
+"""What a run makes as files: which output goes where in which format, and what is refused before
+anything is loaded."""
 
 from __future__ import annotations
 
@@ -48,7 +49,10 @@ def test_a_gif_holds_a_whole_video(tmp_path: Path) -> None:
     (written,) = save_outputs({"image": frames(5)}, tmp_path / "a.gif", fps=8)
     with Image.open(written) as moving:
         assert (moving.n_frames, moving.info["duration"]) == (5, 120)
-    assert names(save_outputs({"image": [frames(2), frames(3)]}, tmp_path / "b.gif")) == ["b-0.gif", "b-1.gif"]
+    assert names(save_outputs({"image": [frames(2), frames(3)]}, tmp_path / "b.gif")) == [
+        "b-0.gif",
+        "b-1.gif",
+    ]
     (still,) = save_outputs({"image": frames(1)[0]}, tmp_path / "c.gif")
     assert Image.open(still).size == (8, 8)
 
@@ -81,7 +85,11 @@ def test_sound_is_as_it_was_made(tmp_path: Path) -> None:
 
 
 def test_what_a_path_does_not_suit_goes_beside_it(tmp_path: Path) -> None:
-    outputs = {"image": frames(1)[0], "sound": [Sound(np.zeros((1, 2), np.float32), 8)] * 2, "latents": torch.ones(2)}
+    outputs = {
+        "image": frames(1)[0],
+        "sound": [Sound(np.zeros((1, 2), np.float32), 8)] * 2,
+        "latents": torch.ones(2),
+    }
     written = save_outputs(outputs, tmp_path / "a.png")
     assert names(written) == ["a.png", "a-0.wav", "a-1.wav", "a.safetensors"]
 
@@ -89,17 +97,31 @@ def test_what_a_path_does_not_suit_goes_beside_it(tmp_path: Path) -> None:
 def test_named_outputs_go_where_each_is_sent_and_others_nowhere(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    target = output_files([f"latents={tmp_path}/l.safetensors", f"film={tmp_path}/film"], KINDS, tmp_path / "x")
-    outputs = {"image": frames(1)[0], "film": frames(3), "latents": torch.ones(2), "sound": Sound(np.zeros((1, 2)), 8)}
+    target = output_files(
+        [f"latents={tmp_path}/l.safetensors", f"film={tmp_path}/film"], KINDS, tmp_path / "x"
+    )
+    outputs = {
+        "image": frames(1)[0],
+        "film": frames(3),
+        "latents": torch.ones(2),
+        "sound": Sound(np.zeros((1, 2)), 8),
+    }
     written = save_outputs(outputs, target)
-    assert [str(path.relative_to(tmp_path)) for path in written] == ["l.safetensors", *(f"film/000{n}.png" for n in range(3))]
+    assert [str(path.relative_to(tmp_path)) for path in written] == [
+        "l.safetensors",
+        *(f"film/000{n}.png" for n in range(3)),
+    ]
     assert load_file(written[0])["latents"].tolist() == [1.0, 1.0]
     assert names(sorted(tmp_path.iterdir())) == ["film", "l.safetensors"]
 
 
 def test_a_folder_of_frames_is_replaced_as_a_whole_and_no_other_folder_is(tmp_path: Path) -> None:
     save_outputs({"film": frames(5)}, tmp_path / "film")
-    assert len(save_outputs({"film": frames(2)}, tmp_path / "film")) == len(list((tmp_path / "film").iterdir())) == 2
+    assert (
+        len(save_outputs({"film": frames(2)}, tmp_path / "film"))
+        == len(list((tmp_path / "film").iterdir()))
+        == 2
+    )
     (tmp_path / "film" / "mine.txt").write_text("kept")
     for refused in (
         lambda: output_files([f"film={tmp_path}/film"], KINDS, tmp_path / "x"),
@@ -123,7 +145,10 @@ def test_the_default_is_by_what_there_is(tmp_path: Path) -> None:
         assert output_files([], kinds, tmp_path / "g") == {"": tmp_path / name}
     both = output_files([], {"a": "image", "b": "video"}, tmp_path / "g")
     assert both == {"a": tmp_path / "g-a.png", "b": tmp_path / "g-b.mp4"}
-    assert named(both, 3, {}, {"a": "image", "b": "video"}) == {"a": tmp_path / "g-a-0003.png", "b": tmp_path / "g-b-0003.mp4"}
+    assert named(both, 3, {}, {"a": "image", "b": "video"}) == {
+        "a": tmp_path / "g-a-0003.png",
+        "b": tmp_path / "g-b-0003.mp4",
+    }
 
 
 @pytest.mark.parametrize(
@@ -154,7 +179,12 @@ def test_files_say_what_they_were_made_of(tmp_path: Path) -> None:
     import av
     from safetensors import safe_open
 
-    made = {"graph": "g", "inputs": {"prompt": "ein Käse", "seed": 3}, "plan": "0123", "versions": {"graphrun": "1"}}
+    made = {
+        "graph": "g",
+        "inputs": {"prompt": "ein Käse", "seed": 3},
+        "plan": "0123",
+        "versions": {"graphrun": "1"},
+    }
     outputs = {
         "image": frames(1)[0],
         "film": frames(2),
@@ -234,7 +264,10 @@ def test_the_default_name_is_numbered_where_it_exists(
     film = {"image": "image", "film": "video"}
     for name in ("a-image.png", "a-film.mp4"):
         Path(name).touch()
-    assert output_files([], film, Path("a"), overwrite=False) == {"image": Path("a-2-image.png"), "film": Path("a-2-film.mp4")}
+    assert output_files([], film, Path("a"), overwrite=False) == {
+        "image": Path("a-2-image.png"),
+        "film": Path("a-2-film.mp4"),
+    }
 
 
 @pytest.mark.parametrize(
@@ -253,7 +286,12 @@ def test_files_of_a_list_lie_in_a_folder_or_are_named_by_a_pattern(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     kinds = {"image": "image", "sound": "audio"}
-    inputs = {"seed": 3, "prompt": "../A harbour / at dusk: etc\\x", "scale": 0.5, "image": object()}
+    inputs = {
+        "seed": 3,
+        "prompt": "../A harbour / at dusk: etc\\x",
+        "scale": 0.5,
+        "image": object(),
+    }
     target = output_files(asked, kinds, Path("a"))
     assert named(target, 7, inputs, kinds) == {name: Path(path) for name, path in files.items()}
 
@@ -261,11 +299,19 @@ def test_files_of_a_list_lie_in_a_folder_or_are_named_by_a_pattern(
 @pytest.mark.parametrize(
     ("pattern", "said"),
     [
-        ("a-{sed}.png", r"-o a-{sed}.png: {sed} is neither the line nor a plain input; did you mean 'seed'"),
+        (
+            "a-{sed}.png",
+            r"-o a-{sed}.png: {sed} is neither the line nor a plain input; did you mean 'seed'",
+        ),
         ("a-{image}.png", "{image} is neither the line nor a plain input"),
         ("a-{prompt:04d}.png", "{prompt:04d}: Unknown format code 'd'"),
     ],
 )
 def test_a_wrong_pattern_is_refused(pattern: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
-        named({"": Path(pattern)}, 1, {"seed": 3, "prompt": "x", "image": object()}, {"image": "image"})
+        named(
+            {"": Path(pattern)},
+            1,
+            {"seed": 3, "prompt": "x", "image": object()},
+            {"image": "image"},
+        )

@@ -1,4 +1,5 @@
-"""The HTML page of a run: its content, and that a browser shows it on large and small screens without network."""
+"""The HTML page of a run: its content, and that a browser shows it on large and small screens
+without network."""
 
 from __future__ import annotations
 
@@ -22,7 +23,14 @@ from graphrun.solve.solve import solve
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 SCREENSHOTS = Path(__file__).parents[2] / "out"  # to be looked at
-BROWSER = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+BROWSER = next(
+    (
+        path
+        for name in ("chromium", "chromium-browser", "google-chrome")
+        if (path := shutil.which(name))
+    ),
+    None,
+)
 
 # Writes what a browser made of the page into the page, where --dump-dom shows it.
 PROBE = """<script>document.body.dataset.seen = [document.documentElement.scrollWidth <= innerWidth,
@@ -37,10 +45,22 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     from graphrun.cli.main import app
 
     folder = tmp_path_factory.mktemp("pages")
-    plan, trace, run, planned = (folder / name for name in ("plan.json", "trace.json", "run.html", "plan.html"))
+    plan, trace, run, planned = (
+        folder / name for name in ("plan.json", "trace.json", "run.html", "plan.html")
+    )
     options = ["--vram", "6M", "--ram", "1G", "--device", "sim", "--output", str(folder / "a.png")]
     for arguments in (
-        ["run", str(GRAPHS / "flux-tiny.yaml"), *options, "--reuse", "none", "--plan", str(plan), "--trace", str(trace)],
+        [
+            "run",
+            str(GRAPHS / "flux-tiny.yaml"),
+            *options,
+            "--reuse",
+            "none",
+            "--plan",
+            str(plan),
+            "--trace",
+            str(trace),
+        ],
         ["report", str(trace), "-o", str(run)],
         ["report", str(plan), "-o", str(planned)],
     ):
@@ -57,13 +77,21 @@ def test_the_page_shows_the_picture_and_what_it_was_made_of(pages: tuple[Path, P
     assert shown["prompt"] == "a lighthouse at dusk"
     assert re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d.*", shown["made"])
     assert "seed 0" in shown["inputs"]
-    assert {"graphrun", "torch", "diffusers"} <= {pair.split()[0] for pair in shown["versions"].split(", ")}
+    assert {"graphrun", "torch", "diffusers"} <= {
+        pair.split()[0] for pair in shown["versions"].split(", ")
+    }
     assert re.fullmatch("[0-9a-f]{16}", shown["plan"])
     assert "<img" not in pages[1].read_text()
 
 
 def test_a_picture_that_is_gone_or_broken_is_left_out(tmp_path: Path) -> None:
-    about = {"inputs": {"prompt": "x"}, "versions": {}, "plan": "0", "date": "now", "files": ["gone.png", "broken.png", "a.wav"]}
+    about = {
+        "inputs": {"prompt": "x"},
+        "versions": {},
+        "plan": "0",
+        "date": "now",
+        "files": ["gone.png", "broken.png", "a.wav"],
+    }
     (tmp_path / "broken.png").write_bytes(b"no picture")
     (tmp_path / "a.wav").touch()
     assert made_in({"made": about}, tmp_path) == Made({"prompt": "x"}, {}, "0", "now", [])
@@ -78,7 +106,10 @@ def test_pictures_outside_the_folder_of_a_trace_are_named_and_not_read(tmp_path:
     outside = "../private.png", str(tmp_path / "private.png"), "link.png"
 
     def made_of(files: Sequence[str]) -> Made:
-        made = made_in({"made": {"inputs": {}, "versions": {}, "plan": "0", "date": "now", "files": [*files]}}, folder)
+        made = made_in(
+            {"made": {"inputs": {}, "versions": {}, "plan": "0", "date": "now", "files": [*files]}},
+            folder,
+        )
         assert made is not None
         return made
 
@@ -91,9 +122,15 @@ def test_the_parts_of_a_slot_are_its_peak(make_problem: Any) -> None:
     solution = solve(make_problem("flux-tiny", 6 * 2**20))
     for parts, report in zip(parts_of(solution), solution.simulation.slots, strict=True):
         kinds = {
-            kind: sum(part.nbytes for part in parts if part.kind == kind) for kind in ("weights", "ring", "activation", "values")
+            kind: sum(part.nbytes for part in parts if part.kind == kind)
+            for kind in ("weights", "ring", "activation", "values")
         }
-        assert list(kinds.values()) == [report.resident_bytes, report.ring_bytes, report.activation_bytes, report.values_bytes]
+        assert list(kinds.values()) == [
+            report.resident_bytes,
+            report.ring_bytes,
+            report.activation_bytes,
+            report.values_bytes,
+        ]
 
 
 def test_ticks_are_round() -> None:
@@ -107,7 +144,9 @@ def text_of(page: str) -> str:
     return html.unescape(re.sub(r"<[^>]+>", " ", page))
 
 
-def test_the_page_of_a_run_shows_plan_and_measurement_side_by_side(pages: tuple[Path, Path]) -> None:
+def test_the_page_of_a_run_shows_plan_and_measurement_side_by_side(
+    pages: tuple[Path, Path],
+) -> None:
     page = pages[0].read_text()
     assert [re.sub("<.*?>", "", h) for h in re.findall("<h2>.*?</h2>", page)] == [
         "Planned",
@@ -117,11 +156,18 @@ def test_the_page_of_a_run_shows_plan_and_measurement_side_by_side(pages: tuple[
         "Time against budget",
     ]
     assert "flux-tiny on sim within 6.00 MiB" in page
-    for phase in ("encode/0:text_encoder", "encode/1:text_encoder_2", "denoise/0:transformer", "decode/0:vae"):
+    for phase in (
+        "encode/0:text_encoder",
+        "encode/1:text_encoder_2",
+        "denoise/0:transformer",
+        "decode/0:vae",
+    ):
         assert f"<td>{phase}</td>" in page
         assert f"<td>{phase} first</td>" in page
     assert "left on the device: 0 B" in text_of(page)
-    assert page.count('class="budget"') == 4, "in the legend, over both timelines' memory, and where this budget is among others"
+    assert page.count('class="budget"') == 4, (
+        "in the legend, over both timelines' memory, and where this budget is among others"
+    )
     assert " MiB</text>" in page.rpartition("<svg")[2], "sizes are in a unit that suits them"
     assert "slot denoise/0:transformer steady x3" in text_of(page)
 
@@ -140,8 +186,12 @@ def test_the_page_needs_no_network(pages: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
-@pytest.mark.parametrize(("width", "dark"), [(1100, False), (1100, True), (390, False), (390, True)])
-def test_a_browser_shows_it(pages: tuple[Path, Path], tmp_path: Path, width: int, dark: bool) -> None:
+@pytest.mark.parametrize(
+    ("width", "dark"), [(1100, False), (1100, True), (390, False), (390, True)]
+)
+def test_a_browser_shows_it(
+    pages: tuple[Path, Path], tmp_path: Path, width: int, dark: bool
+) -> None:
     page = pages[0].read_text()
     probed = tmp_path / "page.html"
     probed.write_text(page.replace("</body>", PROBE))
@@ -158,7 +208,11 @@ def test_a_browser_shows_it(pages: tuple[Path, Path], tmp_path: Path, width: int
         *(["--blink-settings=preferredColorScheme=0"] if dark else []),
     ]
     dom = subprocess.run(
-        [str(BROWSER), *options, "--dump-dom", probed.as_uri()], capture_output=True, text=True, timeout=120, check=True
+        [str(BROWSER), *options, "--dump-dom", probed.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     ).stdout
     found = re.search(r'data-seen="([^"]*)"', dom)
     assert found, dom[-2000:]
@@ -167,7 +221,10 @@ def test_a_browser_shows_it(pages: tuple[Path, Path], tmp_path: Path, width: int
     assert int(bars) == page.count("<rect")
     assert paper == ("rgb(22, 24, 28)" if dark else "rgb(255, 255, 255)")
     subprocess.run(
-        [str(BROWSER), *options, f"--screenshot={picture}", pages[0].as_uri()], capture_output=True, timeout=120, check=True
+        [str(BROWSER), *options, f"--screenshot={picture}", pages[0].as_uri()],
+        capture_output=True,
+        timeout=120,
+        check=True,
     )
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
@@ -179,7 +236,9 @@ def test_what_is_no_trace_is_refused(
     assert (code, out) == (2, "")
     assert "no such file" in err
     damaged = tmp_path / "trace.json"
-    damaged.write_text((pages[0].parent / "trace.json").read_text().replace('"start_seconds"', '"start"'))
+    damaged.write_text(
+        (pages[0].parent / "trace.json").read_text().replace('"start_seconds"', '"start"')
+    )
     code, out, err = graphrun("report", str(damaged))
     assert (code, out) == (2, "")
     assert "is a damaged trace: KeyError 'start_seconds'" in err

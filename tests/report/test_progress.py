@@ -1,11 +1,18 @@
-"""The remaining time of a run is predicted by its plan, at the pace so far; lines where there is no terminal."""
+"""The remaining time of a run is predicted by its plan, at the pace so far; lines where there is no
+terminal."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 from graphrun.model.plan import Plan, Slot
-from graphrun.report.progress import BatchProgress, DownloadProgress, Progress, Shown, seconds_before
+from graphrun.report.progress import (
+    BatchProgress,
+    DownloadProgress,
+    Progress,
+    Shown,
+    seconds_before,
+)
 
 
 def test_the_remaining_time_is_predicted_at_the_pace_so_far() -> None:
@@ -23,12 +30,23 @@ def test_the_seconds_before_a_call() -> None:
 
 
 def run_of(steps: str, calls: int, lines: list[str], now: list[float]) -> Progress:
-    """Progress of a loop of ``calls`` calls, 2 s of loading and 4 s each as predicted, and of 8 s after it."""
-    parts = (("a/0:x", "load", 0), ("a/0:x", "first", 1), ("a/0:x", "steady", calls - 1), ("b/0:y", "first", 1), ("", "end", 0))
+    """Progress of a loop of ``calls`` calls, 2 s of loading and 4 s each as predicted, and of 8 s
+    after it."""
+    parts = (
+        ("a/0:x", "load", 0),
+        ("a/0:x", "first", 1),
+        ("a/0:x", "steady", calls - 1),
+        ("b/0:y", "first", 1),
+        ("", "end", 0),
+    )
     plan = Plan("p", tuple(Slot(phase, part, calls, ()) for phase, part, calls in parts))
     seconds = [2.0, 4.0, 4.0 * (calls - 1), 8.0, 0.0]
-    problem = SimpleNamespace(settings=(("height", "64"), ("steps", steps)), hardware=SimpleNamespace(device="cuda"))
-    simulation = SimpleNamespace(slots=[SimpleNamespace(seconds=each) for each in seconds], problem=problem)
+    problem = SimpleNamespace(
+        settings=(("height", "64"), ("steps", steps)), hardware=SimpleNamespace(device="cuda")
+    )
+    simulation = SimpleNamespace(
+        slots=[SimpleNamespace(seconds=each) for each in seconds], problem=problem
+    )
     return Progress(plan, simulation, lines.append, lambda: now[0])  # type: ignore[arg-type]
 
 
@@ -50,15 +68,29 @@ def test_a_run_says_its_steps_their_seconds_and_the_time_left() -> None:
         progress(4, 0, 0)
     assert lines[0] == "  a/0:x, 2:50 left"
     assert lines[1] == "  step 2/40, 5:28 left"
-    assert lines[2] == "  step 7/40, 2.0 s/it, 1:15 left", "34 steps of 2 s, and 8 predicted seconds at the pace so far"
-    assert [line.split(",")[0] for line in lines[2:]] == [*(f"  step {n}/40" for n in range(7, 41, 5)), "  step 40/40", "  b/0:y"]
+    assert lines[2] == "  step 7/40, 2.0 s/it, 1:15 left", (
+        "34 steps of 2 s, and 8 predicted seconds at the pace so far"
+    )
+    assert [line.split(",")[0] for line in lines[2:]] == [
+        *(f"  step {n}/40" for n in range(7, 41, 5)),
+        "  step 40/40",
+        "  b/0:y",
+    ]
     assert "2.0 s/it" in lines[-2]
 
 
 def test_a_step_may_be_two_calls() -> None:
     now, lines = [0.0], list[str]()
     with run_of("2", 4, lines, now) as progress:
-        for slot, call, calls in ((0, 0, 0), (1, 0, 1), (1, 1, 1), (2, 0, 3), (2, 1, 3), (2, 2, 3), (2, 3, 3)):
+        for slot, call, calls in (
+            (0, 0, 0),
+            (1, 0, 1),
+            (1, 1, 1),
+            (2, 0, 3),
+            (2, 1, 3),
+            (2, 2, 3),
+            (2, 3, 3),
+        ):
             progress(slot, call, calls)
             now[0] += 20.0
     assert [line.split(",")[0].strip() for line in lines] == ["a/0:x", "step 1/2", "step 2/2"]

@@ -20,8 +20,16 @@ ROOT = Path(__file__).parents[2]
 def seen(code: str, columns: int = 80, **environment: str) -> str:
     """What a terminal of so many columns gets from a Python program, stdout and stderr."""
     own, other = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), "PYTHONPATH": str(ROOT), **environment}
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=other, stdout=other, stderr=other, env=environment)
+    environment = {
+        **os.environ,
+        "TERM": "xterm-256color",
+        "COLUMNS": str(columns),
+        "PYTHONPATH": str(ROOT),
+        **environment,
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=other, stdout=other, stderr=other, env=environment
+    )
     os.close(other)
     parts = []
     try:
@@ -66,7 +74,9 @@ def test_nothing_is_written_on_the_line_of_the_bar() -> None:
         assert text in [line.replace("\x1b[0m", "") for line in lines], lines
 
 
-def test_in_a_pipe_a_line_says_what_takes_long(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_pipe_a_line_says_what_takes_long(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(terminal, "SOON_SECONDS", 0.2)
     with alive("a short thing"):
         pass

@@ -1,4 +1,5 @@
-"""A small test component: a remainder with tied weights, buffers and mixed dtypes, and two block groups."""
+"""A small test component: a remainder with tied weights, buffers and mixed dtypes, and two block
+groups."""
 
 from __future__ import annotations
 
@@ -9,7 +10,16 @@ import torch
 from torch import nn
 
 from graphrun.model.plan import Plan, parse
-from graphrun.model.problem import ALLOCATION_BYTES, BlockGroup, ComponentNumbers, Hardware, PhaseNumbers, Problem, Use, Variant
+from graphrun.model.problem import (
+    ALLOCATION_BYTES,
+    BlockGroup,
+    ComponentNumbers,
+    Hardware,
+    PhaseNumbers,
+    Problem,
+    Use,
+    Variant,
+)
 from graphrun.modules.blocks import lay_out
 from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.devices.simulated import SimulatedDevice
@@ -40,7 +50,8 @@ class Block(nn.Module):
 
 
 class Small(nn.Module):
-    """``skip``: blocks that a call leaves out. ``inside`` runs after the third block; ``reverse``: reverse block order."""
+    """``skip``: blocks that a call leaves out. ``inside`` runs after the third block; ``reverse``:
+    reverse block order."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -60,7 +71,10 @@ class Small(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)[:, self.order] * self.scale
-        blocks = [*((f"wide.{i}", b) for i, b in enumerate(self.wide)), *((f"thin.{i}", b) for i, b in enumerate(self.thin))]
+        blocks = [
+            *((f"wide.{i}", b) for i, b in enumerate(self.wide)),
+            *((f"thin.{i}", b) for i, b in enumerate(self.thin)),
+        ]
         for path, block in reversed(blocks) if self.reverse else blocks:
             if path not in self.skip:
                 x = block(x)
@@ -88,16 +102,26 @@ def numbers(name: str, module: nn.Module, on: Hardware) -> ComponentNumbers:
     sizes = tuple(round_up(layouts[k.blocks[0]].nbytes, ALLOCATION_BYTES) for k in GROUPS)
     loads = tuple(on.copy_start_seconds + size / on.h2d_bytes_per_second for size in sizes)
     host_bytes = sum(size * len(k.blocks) for size, k in zip(sizes, GROUPS, strict=True))
-    return ComponentNumbers(name, 0, GROUPS, (Variant("float32", "pinned", "device", sizes, loads, host_bytes),))
+    return ComponentNumbers(
+        name, 0, GROUPS, (Variant("float32", "pinned", "device", sizes, loads, host_bytes),)
+    )
 
 
 def use(name: str, calls: int, on: Hardware, group_calls: tuple[int, ...] | None = None) -> Use:
     flops = [4 * ROWS * WIDTH * WIDTH, 4 * ROWS * WIDTH * 3 * WIDTH, 4 * ROWS * WIDTH * WIDTH]
-    return Use(name, calls, group_calls or (calls, calls, calls), tuple(f / on.flops_per_second for f in flops))
+    return Use(
+        name,
+        calls,
+        group_calls or (calls, calls, calls),
+        tuple(f / on.flops_per_second for f in flops),
+    )
 
 
 def problem(
-    modules: Mapping[str, nn.Module], phases: Sequence[Sequence[Use]], on: Hardware | None = None, budget: int = 1 << 30
+    modules: Mapping[str, nn.Module],
+    phases: Sequence[Sequence[Use]],
+    on: Hardware | None = None,
+    budget: int = 1 << 30,
 ) -> Problem:
     on = on or hardware()
     return Problem(
@@ -109,7 +133,8 @@ def problem(
         ram_bytes=1 << 40,
         components=tuple(numbers(name, module, on) for name, module in modules.items()),
         phases=tuple(
-            PhaseNumbers(f"s{i}", 0, tuple(uses), 8192, ACTIVATION_BYTES, ACTIVATION_BYTES) for i, uses in enumerate(phases)
+            PhaseNumbers(f"s{i}", 0, tuple(uses), 8192, ACTIVATION_BYTES, ACTIVATION_BYTES)
+            for i, uses in enumerate(phases)
         ),
     )
 
@@ -125,7 +150,9 @@ def device_of(of: Problem) -> SimulatedDevice:
     return device
 
 
-def calls_to(modules: Mapping[str, Any], calls: Sequence[str], device: torch.device | None) -> dict[str, torch.Tensor]:
+def calls_to(
+    modules: Mapping[str, Any], calls: Sequence[str], device: torch.device | None
+) -> dict[str, torch.Tensor]:
     """Calls ``a``, ``a.encode`` and the like one after another, each on what the last returned."""
     x = torch.linspace(-1, 1, ROWS * WIDTH, device="cpu").reshape(ROWS, WIDTH)
     if device is not None:
@@ -136,8 +163,21 @@ def calls_to(modules: Mapping[str, Any], calls: Sequence[str], device: torch.dev
     return {"x": x.cpu()}
 
 
-def run(of: Problem, plan: Plan, host: Host, device: SimulatedDevice, calls: Sequence[str], **options: Any) -> Trace:
-    return follow(solution_of(of, plan), host, device, lambda: calls_to(host.modules, calls, device.torch_device), **options)
+def run(
+    of: Problem,
+    plan: Plan,
+    host: Host,
+    device: SimulatedDevice,
+    calls: Sequence[str],
+    **options: Any,
+) -> Trace:
+    return follow(
+        solution_of(of, plan),
+        host,
+        device,
+        lambda: calls_to(host.modules, calls, device.torch_device),
+        **options,
+    )
 
 
 def plain(modules: Mapping[str, nn.Module], calls: Sequence[str]) -> torch.Tensor:
@@ -164,7 +204,8 @@ def untouched(module: nn.Module) -> bool:
 ON = hardware()
 WIDE, THIN = numbers("a", Small(), ON).variants[0].block_bytes[1:]
 
-# ``a`` is called four times, then ``b`` once: a streams all its blocks, and b is loaded during a's last three calls.
+# ``a`` is called four times, then ``b`` once: a streams all its blocks, and b is loaded during a's
+# last three calls.
 PREFETCH = """
     slot s0/0:a load
       load a remainder[0] from pinned

@@ -1,4 +1,5 @@
-"""The small component with its weights in a file: parameters on meta, read when its backing store is read."""
+"""The small component with its weights in a file: parameters on meta, read when its backing store
+is read."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ from graphrun.runtime.host import Host
 def saved(folder: Path, seed: int = 0) -> Path:
     """A folder with the weights of ``Small(seed)`` in one file; tied tensors once."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.clone() for name, tensor in Small(seed).state_dict().items() if name != "head.weight"}
+    tensors = {
+        name: tensor.clone()
+        for name, tensor in Small(seed).state_dict().items()
+        if name != "head.weight"
+    }
     save_file(tensors, folder / "model.safetensors")
     return folder
 
@@ -41,17 +46,28 @@ def meta_module_and_writer(folder: Path) -> tuple[Small, Writer]:
     return module, Writer(FileSource(stored), buffers=buffers)
 
 
-def in_backing_store(backing_store: str, name: str, on: Hardware, **changes: Any) -> ComponentNumbers:
+def in_backing_store(
+    backing_store: str, name: str, on: Hardware, **changes: Any
+) -> ComponentNumbers:
     """The small component in ``backing_store``; if that is in RAM, the plan reads it."""
     plain = numbers(name, Small(), on)
     variant = plain.variants[0]
     read = tuple(nbytes / on.disk_bytes_per_second for nbytes in variant.block_bytes)
     if backing_store == "disk":
-        variant = replace(variant, backing_store="disk", host_bytes=2 * max(variant.block_bytes), disk_seconds=read)
+        variant = replace(
+            variant,
+            backing_store="disk",
+            host_bytes=2 * max(variant.block_bytes),
+            disk_seconds=read,
+        )
     else:
-        rate = on.pageable_bytes_per_second if backing_store == "pageable" else on.h2d_bytes_per_second
+        rate = (
+            on.pageable_bytes_per_second if backing_store == "pageable" else on.h2d_bytes_per_second
+        )
         loads = tuple(nbytes / rate for nbytes in variant.block_bytes)
-        variant = replace(variant, backing_store=backing_store, read_seconds=read, load_seconds=loads)
+        variant = replace(
+            variant, backing_store=backing_store, read_seconds=read, load_seconds=loads
+        )
     return replace(plain, variants=(replace(variant, **changes),))
 
 

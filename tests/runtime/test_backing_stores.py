@@ -1,4 +1,5 @@
-"""Backing stores are read and dropped as planned, or stay on disk: same bits, planned bytes, planned seconds."""
+"""Backing stores are read and dropped as planned, or stay on disk: same bits, planned bytes,
+planned seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from small_component import THIN, WIDE, Small, device_of, hardware, plain, plan_of, problem, run, use
+from small_component import (
+    THIN,
+    WIDE,
+    Small,
+    device_of,
+    hardware,
+    plain,
+    plan_of,
+    problem,
+    run,
+    use,
+)
 from stored_component import host_of, in_backing_store, saved
 
 from graphrun.errors import InputError, PlanError
@@ -26,7 +38,8 @@ from graphrun.verify.simulate import simulate
 
 ON = replace(hardware(), disk_bytes_per_second=4e8, pageable_bytes_per_second=5e8)
 
-# ``a`` computes twice while ``b`` is read; then the backing store of a is dropped, and b is copied from its own.
+# ``a`` computes twice while ``b`` is read; then the backing store of a is dropped, and b is copied
+# from its own.
 BESIDE = """
     slot s0/0:a load
       read a
@@ -77,8 +90,12 @@ class Case:
     def __init__(self, folder: Path, backing_store: str, text: str, calls: list[str]) -> None:
         phases = [[use("a", calls.count("a"), ON)], [use("b", calls.count("b"), ON)]]
         of = problem({}, phases, ON)
-        self.problem: Problem = replace(of, components=tuple(in_backing_store(backing_store, name, ON) for name in ("a", "b")))
-        self.plan: Plan = plan_of(self.problem, text.format(backing_store=backing_store, ring=2 * WIDE))
+        self.problem: Problem = replace(
+            of, components=tuple(in_backing_store(backing_store, name, ON) for name in ("a", "b"))
+        )
+        self.plan: Plan = plan_of(
+            self.problem, text.format(backing_store=backing_store, ring=2 * WIDE)
+        )
         self.calls, self.backing_store = calls, backing_store
         self.folders = {"a": saved(folder / "a"), "b": saved(folder / "b", 1)}
         self.device: SimulatedDevice = device_of(self.problem)
@@ -101,14 +118,20 @@ def make(tmp_path: Path) -> Make:
 
 
 @pytest.mark.parametrize("backing_store", ["pinned", "pageable"])
-def test_backing_stores_are_read_and_dropped_as_planned_with_the_same_bits(make: Make, backing_store: str) -> None:
+def test_backing_stores_are_read_and_dropped_as_planned_with_the_same_bits(
+    make: Make, backing_store: str
+) -> None:
     case = make(backing_store, BESIDE, ["a", "a", "b"])
     for _ in range(2):
         assert case.device.arenas.nbytes("arenas") == 0, "nothing is read before the run"
         trace = case.run()
         assert torch.equal(trace.outputs["x"], case.expected)
-        assert [slot.host_bytes for slot in trace.slots] == [slot.host_bytes for slot in case.planned().slots]
-        assert [slot.locked_bytes for slot in trace.slots] == [slot.pinned_bytes for slot in case.planned().slots]
+        assert [slot.host_bytes for slot in trace.slots] == [
+            slot.host_bytes for slot in case.planned().slots
+        ]
+        assert [slot.locked_bytes for slot in trace.slots] == [
+            slot.pinned_bytes for slot in case.planned().slots
+        ]
         assert trace.host_bytes == 2 * case.problem.components[0].variants[0].host_bytes
         assert {e.component for e in trace.events if e.kind == "read"} == {"a", "b"}
         assert sum(e.nbytes for e in trace.events if e.kind == "drop") == trace.host_bytes
@@ -116,36 +139,58 @@ def test_backing_stores_are_read_and_dropped_as_planned_with_the_same_bits(make:
 
 
 @pytest.mark.parametrize("backing_store", ["pinned", "pageable"])
-def test_copies_wait_for_the_read_of_their_own_block_in_the_planned_seconds(make: Make, backing_store: str) -> None:
+def test_copies_wait_for_the_read_of_their_own_block_in_the_planned_seconds(
+    make: Make, backing_store: str
+) -> None:
     case = make(backing_store, BESIDE, ["a", "a", "b"])
     trace, planned = case.run(), case.planned()
     assert trace.seconds == pytest.approx(planned.seconds, rel=0.02)
     read_seconds = 2 * case.problem.components[0].weight_bytes() / ON.disk_bytes_per_second
-    copies = trace.moved_bytes / (ON.h2d_bytes_per_second if backing_store == "pinned" else ON.pageable_bytes_per_second)
-    assert read_seconds < trace.seconds < read_seconds + 0.75 * copies, "copies and compute overlap with the reads"
-    loads = {e.detail: e.start_seconds for e in trace.events if e.kind == "load" and e.component == "a"}
-    reads = {e.detail: e.end_seconds for e in trace.events if e.kind == "read" and e.component == "a"}
+    copies = trace.moved_bytes / (
+        ON.h2d_bytes_per_second if backing_store == "pinned" else ON.pageable_bytes_per_second
+    )
+    assert read_seconds < trace.seconds < read_seconds + 0.75 * copies, (
+        "copies and compute overlap with the reads"
+    )
+    loads = {
+        e.detail: e.start_seconds for e in trace.events if e.kind == "load" and e.component == "a"
+    }
+    reads = {
+        e.detail: e.end_seconds for e in trace.events if e.kind == "read" and e.component == "a"
+    }
     assert all(loads[path] >= reads[path] - 1e-9 for path in reads)
 
 
-def test_a_backing_store_on_disk_is_read_at_every_copy_through_two_blocks_of_memory(make: Make) -> None:
+def test_a_backing_store_on_disk_is_read_at_every_copy_through_two_blocks_of_memory(
+    make: Make,
+) -> None:
     case = make("disk", FROM_DISK, ["a", "a", "a", "b"])
     trace, planned = case.run(), case.planned()
     assert torch.equal(trace.outputs["x"], case.expected)
     assert trace.seconds == pytest.approx(planned.seconds, rel=0.02)
     copies = [e for e in trace.events if e.kind in ("load", "stream")]
-    assert sorted(e.detail for e in trace.events if e.kind == "fetch") == sorted(e.detail for e in copies)
+    assert sorted(e.detail for e in trace.events if e.kind == "fetch") == sorted(
+        e.detail for e in copies
+    )
     assert trace.moved_bytes == sum(e.nbytes for e in copies)
-    assert 0.99 * trace.moved_bytes < trace.disk_bytes_read <= trace.moved_bytes, "files hold no alignment"
+    assert 0.99 * trace.moved_bytes < trace.disk_bytes_read <= trace.moved_bytes, (
+        "files hold no alignment"
+    )
     assert [slot.host_bytes for slot in trace.slots] == [slot.host_bytes for slot in planned.slots]
     assert trace.host_bytes == 2 * 2 * max(WIDE, THIN)
     assert torch.equal(case.run().outputs["x"], case.expected)
 
 
-def test_modules_have_no_weights_on_the_host_after_their_backing_store_is_dropped(make: Make) -> None:
+def test_modules_have_no_weights_on_the_host_after_their_backing_store_is_dropped(
+    make: Make,
+) -> None:
     case = make("pinned", BESIDE, ["a", "a", "b"])
     case.run()
-    assert all(parameter.is_meta for module in case.host.modules.values() for parameter in module.parameters())
+    assert all(
+        parameter.is_meta
+        for module in case.host.modules.values()
+        for parameter in module.parameters()
+    )
 
 
 @pytest.mark.parametrize("what", ["cut", "changed", "gone"])
@@ -161,7 +206,9 @@ def test_a_file_that_is_not_what_it_was_is_refused_by_name(make: Make, what: str
         os.utime(file, ns=(1, 1))
     else:
         file.unlink()
-    with pytest.raises(InputError, match=r"b/model.safetensors (was changed|can no longer be opened)"):
+    with pytest.raises(
+        InputError, match=r"b/model.safetensors (was changed|can no longer be opened)"
+    ):
         case.run()
     assert case.device.allocated_bytes == 0
     saved(case.folders["b"], 1)
@@ -174,14 +221,18 @@ def test_reads_may_run_on_a_thread(make: Make, monkeypatch: pytest.MonkeyPatch) 
 
     case = make("pageable", BESIDE, ["a", "a", "b"])
     with ThreadPoolExecutor(1) as reader:
-        monkeypatch.setattr(case.device, "background", lambda job, queue="disk": reader.submit(job).result)
+        monkeypatch.setattr(
+            case.device, "background", lambda job, queue="disk": reader.submit(job).result
+        )
         assert torch.equal(case.run().outputs["x"], case.expected)
     assert case.device.arenas.nbytes("arenas") == 0
 
 
 def test_a_module_passed_in_is_not_read_from_disk(make: Make) -> None:
     case = make("disk", FROM_DISK, ["a", "a", "a", "b"])
-    with pytest.raises(InputError, match="a was passed in, but the plan reads it from disk: leave it out"):
+    with pytest.raises(
+        InputError, match="a was passed in, but the plan reads it from disk: leave it out"
+    ):
         Host({"a": Small(), "b": Small(1)}, case.problem, case.device)
 
 
@@ -226,11 +277,17 @@ def test_reads_keep_step_with_fetches_for_copies_as_simulated(tmp_path: Path) ->
     trace, planned = case.run(), case.planned()
     assert torch.equal(trace.outputs["x"], case.expected)
     measured, simulated = (
-        sorted((e.start_seconds, e.kind, e.component, e.detail) for e in of if e.kind in ("read", "fetch"))
+        sorted(
+            (e.start_seconds, e.kind, e.component, e.detail)
+            for e in of
+            if e.kind in ("read", "fetch")
+        )
         for of in (trace.events, planned.events)
     )
     assert [order[1:] for order in measured] == [order[1:] for order in simulated]
-    assert [order[0] for order in measured] == pytest.approx([order[0] for order in simulated], rel=0.02, abs=2e-5)
+    assert [order[0] for order in measured] == pytest.approx(
+        [order[0] for order in simulated], rel=0.02, abs=2e-5
+    )
     assert trace.seconds == pytest.approx(planned.seconds, rel=0.02)
 
 
@@ -255,27 +312,42 @@ BESIDE_STREAM = """
 """
 
 
-def test_streamed_blocks_overtake_a_prefetch_that_is_still_being_read_as_simulated(tmp_path: Path) -> None:
+def test_streamed_blocks_overtake_a_prefetch_that_is_still_being_read_as_simulated(
+    tmp_path: Path,
+) -> None:
     case = Case(tmp_path, "disk", BESIDE_STREAM, ["a"] * 10 + ["b"])
-    case.problem = replace(case.problem, components=(in_backing_store("pinned", "a", ON), case.problem.components[1]))
+    case.problem = replace(
+        case.problem, components=(in_backing_store("pinned", "a", ON), case.problem.components[1])
+    )
     case.plan = plan_of(case.problem, BESIDE_STREAM.format(ring=2 * WIDE))
     case.host = host_of(case.problem, case.folders, case.device)
     trace, planned = case.run(), case.planned()
     assert torch.equal(trace.outputs["x"], case.expected)
     kinds = ("fetch", "load", "stream")
     measured, simulated = (
-        sorted((e.start_seconds, e.kind, e.component, e.detail) for e in of if e.kind in kinds and e.slot == 2)
+        sorted(
+            (e.start_seconds, e.kind, e.component, e.detail)
+            for e in of
+            if e.kind in kinds and e.slot == 2
+        )
         for of in (trace.events, planned.events)
     )
     assert [order[1:] for order in measured] == [order[1:] for order in simulated]
-    assert [order[0] for order in measured] == pytest.approx([order[0] for order in simulated], rel=0.02, abs=2e-5)
+    assert [order[0] for order in measured] == pytest.approx(
+        [order[0] for order in simulated], rel=0.02, abs=2e-5
+    )
     for event in (e for e in trace.events if e.kind == "load" and e.component == "b"):
-        (read,) = (e for e in trace.events if (e.kind, e.component, e.detail) == ("fetch", "b", event.detail))
+        (read,) = (
+            e
+            for e in trace.events
+            if (e.kind, e.component, e.detail) == ("fetch", "b", event.detail)
+        )
         assert read.end_seconds <= event.start_seconds + 1e-9
 
 
 class LateReader(SimulatedDevice):
-    """A device whose disk is as slow as can be: jobs run in order, when the host waits for one. ``log``: what happened."""
+    """A device whose disk is as slow as can be: jobs run in order, when the host waits for one.
+    ``log``: what happened."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
@@ -349,10 +421,15 @@ BLOCKS = [*(f"wide.{i}" for i in range(4)), *(f"thin.{i}" for i in range(6))]
 
 
 @pytest.mark.parametrize(
-    ("text", "again"), [(STREAMED, set(BLOCKS) - {"wide.1"}), (LOADED, set[str]())], ids=["streamed", "loaded"]
+    ("text", "again"),
+    [(STREAMED, set(BLOCKS) - {"wide.1"}), (LOADED, set[str]())],
+    ids=["streamed", "loaded"],
 )
-def test_the_host_waits_for_the_read_of_a_block_when_compute_has_reached_it(make: Make, text: str, again: set[str]) -> None:
-    """``again``: blocks that the second call copies too. Before the calls the remainder is read, behind them all blocks of b."""
+def test_the_host_waits_for_the_read_of_a_block_when_compute_has_reached_it(
+    make: Make, text: str, again: set[str]
+) -> None:
+    """``again``: blocks that the second call copies too. Before the calls the remainder is read,
+    behind them all blocks of b."""
     case = make("disk", text, ["a", "a", "b"])
     device = with_late_reader(case)
     assert torch.equal(case.run().outputs["x"], case.expected)

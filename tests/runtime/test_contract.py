@@ -1,8 +1,8 @@
-"""What the executor needs of a device: tested alike on the simulated accelerator, on the same under the ordering checker, and on
-CUDA.
+"""What the executor needs of a device: tested alike on the simulated accelerator, on the same under
+the ordering checker, and on CUDA.
 
-On the simulator bytes move at once: there the checker notices a missing wait, and on CUDA the results do, as kernels or copies
-are slow. Run on a card by `benchmarks/card.sh check`.
+On the simulator bytes move at once: there the checker notices a missing wait, and on CUDA the
+results do, as kernels or copies are slow. Run on a card by `benchmarks/card.sh check`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,18 @@ from typing import Any
 
 import pytest
 import torch
-from small_component import ACTIVATION_BYTES, PREFETCH, WIDE, Small, calls_to, hardware, plain, plan_of, problem, use
+from small_component import (
+    ACTIVATION_BYTES,
+    PREFETCH,
+    WIDE,
+    Small,
+    calls_to,
+    hardware,
+    plain,
+    plan_of,
+    problem,
+    use,
+)
 from stored_component import host_of, in_backing_store, saved
 from torch import nn
 
@@ -43,7 +54,8 @@ CALLS = ["a"] * 4 + ["b"]
 SLEEP_CYCLES = 4_000_000  # about two milliseconds: longer than any kernel or copy here
 RATES = {"kernels": hardware(flops=1e9), "copies": hardware(flops=1e13)}
 
-# a streams from its backing store, keeping one block of each group; b is loaded whole at the same time.
+# a streams from its backing store, keeping one block of each group; b is loaded whole at the same
+# time.
 STORED = """
     slot s0/0:a load
       {read_a}
@@ -95,7 +107,9 @@ class Contract:
     def slow_kernels(self, modules: Mapping[str, nn.Module]) -> None:
         """On CUDA, every block of ``modules`` computes late from now on."""
         if self.kind == "cuda":
-            for block in (block for module in modules.values() for block in (*module.wide, *module.thin)):  # type: ignore[misc, operator]
+            for block in (
+                block for module in modules.values() for block in (*module.wide, *module.thin)
+            ):  # type: ignore[misc, operator]
                 block.register_forward_pre_hook(lambda *_: torch.cuda._sleep(SLEEP_CYCLES))
 
     def resident(self, modules: Mapping[str, Small], calls: list[str]) -> torch.Tensor:
@@ -103,12 +117,18 @@ class Contract:
         if self.kind != "cuda":
             return plain(modules, calls)
         with torch.no_grad():
-            return calls_to({name: copy.deepcopy(m).cuda() for name, m in modules.items()}, calls, torch.device("cuda"))["x"]
+            return calls_to(
+                {name: copy.deepcopy(m).cuda() for name, m in modules.items()},
+                calls,
+                torch.device("cuda"),
+            )["x"]
 
     def run(self, of: Problem, text: str, device: Any, host: Host, calls: list[str]) -> Trace:
         """A run of the plan ``text``, which leaves nothing behind."""
         solution = solution_of(of, plan_of(of, text))
-        trace = follow(solution, host, device, lambda: calls_to(host.modules, calls, device.torch_device))
+        trace = follow(
+            solution, host, device, lambda: calls_to(host.modules, calls, device.torch_device)
+        )
         assert trace.left_bytes == 0
         return trace
 
@@ -138,7 +158,10 @@ def test_streamed_is_resident(contract: Contract, slow: str, ring: int) -> None:
         contract.slow_kernels(modules)
     host = Host(modules, of, device)
     for _ in range(2):
-        assert torch.equal(contract.run(of, PREFETCH.format(ring=ring * WIDE), device, host, CALLS).outputs["x"], expected)
+        assert torch.equal(
+            contract.run(of, PREFETCH.format(ring=ring * WIDE), device, host, CALLS).outputs["x"],
+            expected,
+        )
 
 
 @pytest.mark.parametrize("slow", ["kernels", "copies"])
@@ -151,21 +174,31 @@ def test_blocks_that_a_call_skips(contract: Contract, slow: str) -> None:
     if slow == "kernels":
         contract.slow_kernels(modules)
     host = Host(modules, of, device)
-    assert torch.equal(contract.run(of, PREFETCH.format(ring=2 * WIDE), device, host, CALLS).outputs["x"], expected)
+    assert torch.equal(
+        contract.run(of, PREFETCH.format(ring=2 * WIDE), device, host, CALLS).outputs["x"], expected
+    )
 
 
 @pytest.mark.parametrize("slow", ["kernels", "copies"])
 @pytest.mark.parametrize("backing_store", ["pinned", "pageable", "disk"])
-def test_homes_that_are_read_in_the_run(contract: Contract, backing_store: str, slow: str, tmp_path: Path) -> None:
+def test_homes_that_are_read_in_the_run(
+    contract: Contract, backing_store: str, slow: str, tmp_path: Path
+) -> None:
     on = replace(RATES[slow], disk_bytes_per_second=4e8, pageable_bytes_per_second=5e8)
     of = problem({}, [[use("a", 4, on)], [use("b", 1, on)]], on)
-    of = replace(of, components=tuple(in_backing_store(backing_store, name, on) for name in ("a", "b")))
+    of = replace(
+        of, components=tuple(in_backing_store(backing_store, name, on) for name in ("a", "b"))
+    )
     expected = contract.resident({"a": Small(), "b": Small(1)}, CALLS)
     device = contract.device(of, slow)
     host = host_of(of, {"a": saved(tmp_path / "a"), "b": saved(tmp_path / "b", 1)}, device)
     if slow == "kernels":
         contract.slow_kernels(host.modules)
-    reads = {"read_a": "", "read_b": ""} if backing_store == "disk" else {"read_a": "read a", "read_b": "read b"}
+    reads = (
+        {"read_a": "", "read_b": ""}
+        if backing_store == "disk"
+        else {"read_a": "read a", "read_b": "read b"}
+    )
     text = STORED.format(backing_store=backing_store, ring=2 * WIDE, **reads)
     for _ in range(2):
         assert torch.equal(contract.run(of, text, device, host, CALLS).outputs["x"], expected)
@@ -184,7 +217,9 @@ def test_spill_and_restore(contract: Contract) -> None:
     modules, of = two(RATES["copies"])
     device = contract.device(of, "copies")
     with device.session(256 * MIB):
-        holder = Holder(torch.arange(MIB, dtype=torch.float32, device="cpu").to(device.torch_device))
+        holder = Holder(
+            torch.arange(MIB, dtype=torch.float32, device="cpu").to(device.torch_device)
+        )
         values = Values(device, holder)
         device.barrier()
         values.spill("value")
@@ -201,7 +236,8 @@ def test_spill_and_restore(contract: Contract) -> None:
 
 
 def test_a_slot_reserves_what_is_planned(contract: Contract) -> None:
-    """In pages: of PyTorch's sizes on CUDA, of a thousandth on the simulator, as the weights are small."""
+    """In pages: of PyTorch's sizes on CUDA, of a thousandth on the simulator, as the weights are
+    small."""
     on = replace(hardware(), caching_allocator=True, page_scale=2**-10)
     if contract.kind == "cuda":
         card = found()
@@ -209,7 +245,9 @@ def test_a_slot_reserves_what_is_planned(contract: Contract) -> None:
         on = replace(on, workspace_bytes=card.workspace_bytes, page_scale=1.0)
     modules, of = two(on)
     computing = (1, ACTIVATION_BYTES), (1, 0)
-    of = replace(of, phases=tuple(replace(p, trace=PhaseTrace((), computing, computing)) for p in of.phases))
+    of = replace(
+        of, phases=tuple(replace(p, trace=PhaseTrace((), computing, computing)) for p in of.phases)
+    )
     device = contract.device(of)
     host = Host(modules, of, device)
     text = PREFETCH.format(ring=2 * WIDE)
@@ -218,7 +256,12 @@ def test_a_slot_reserves_what_is_planned(contract: Contract) -> None:
         trace = contract.run(of, text, device, host, CALLS)
         for slot, expected in zip(trace.slots, planned, strict=True):
             assert slot.peak_bytes <= expected.peak_bytes, f"slot {slot.phase} {slot.part}"
-        assert trace.peak_bytes > max(slot.peak_bytes for slot in planned) - ACTIVATION_BYTES - LARGE_PAGE_BYTES * on.page_scale
+        assert (
+            trace.peak_bytes
+            > max(slot.peak_bytes for slot in planned)
+            - ACTIVATION_BYTES
+            - LARGE_PAGE_BYTES * on.page_scale
+        )
 
 
 def test_the_cap_holds_and_freed_memory_can_be_had_again_in_other_sizes(contract: Contract) -> None:
@@ -285,6 +328,22 @@ def test_the_sanitizer_of_torch_finds_nothing(contract: Contract) -> None:
     """The other tests of this file again, with ``torch.cuda._sanitizer`` on."""
     if contract.kind != "cuda":
         pytest.skip("the simulator has the ordering checker")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "cuda and not sanitizer and not cap"]
-    done = subprocess.run(command, env={**os.environ, "TORCH_CUDA_SANITIZER": "1"}, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        __file__,
+        "-k",
+        "cuda and not sanitizer and not cap",
+    ]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "TORCH_CUDA_SANITIZER": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-4000:]

@@ -1,4 +1,5 @@
-"""A component that computes on the CPU: weights stay on the host, inputs and outputs are copied, time is the CPU's."""
+"""A component that computes on the CPU: weights stay on the host, inputs and outputs are copied,
+time is the CPU's."""
 
 from __future__ import annotations
 
@@ -35,15 +36,30 @@ TEXT = """
 
 def case(slowdown: float) -> Problem:
     of = problem({"b": Small()}, [[use("a", 1, ON)], [use("b", 1, ON)], [use("a", 1, ON)]], ON)
-    on_cpu = in_backing_store("pageable", "a", ON, device="cpu", streamable=False, slowdown=slowdown, load_seconds=(0.0,) * 3)
+    on_cpu = in_backing_store(
+        "pageable",
+        "a",
+        ON,
+        device="cpu",
+        streamable=False,
+        slowdown=slowdown,
+        load_seconds=(0.0,) * 3,
+    )
     return replace(of, components=(on_cpu, *of.components))
 
 
-READ_BEFORE, READ_MEANWHILE = TEXT, TEXT.replace("      read a\n", "").replace("a first\n", "a first\n      read a\n", 1)
+READ_BEFORE, READ_MEANWHILE = (
+    TEXT,
+    TEXT.replace("      read a\n", "").replace("a first\n", "a first\n      read a\n", 1),
+)
 
 
-@pytest.mark.parametrize("text", [READ_BEFORE, READ_MEANWHILE], ids=["read before", "read in the slot of the call"])
-def test_it_gives_the_same_bits_and_its_weights_never_reach_the_device(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", [READ_BEFORE, READ_MEANWHILE], ids=["read before", "read in the slot of the call"]
+)
+def test_it_gives_the_same_bits_and_its_weights_never_reach_the_device(
+    tmp_path: Path, text: str
+) -> None:
     of = case(SLOWDOWN)
     device = device_of(of)
     host = host_of(of, {"a": saved(tmp_path / "a"), "b": saved(tmp_path / "b", 1)}, device)
@@ -52,10 +68,14 @@ def test_it_gives_the_same_bits_and_its_weights_never_reach_the_device(tmp_path:
     trace = run(of, plan_of(of, text), host, device, CALLS)
     assert torch.equal(trace.outputs["x"], plain({"a": Small(), "b": Small(1)}, CALLS))
     assert seen == [("cpu", "cpu")] * 2
-    assert trace.moved_bytes == sum(e.nbytes for e in trace.events if e.kind == "load" and e.component == "b")
+    assert trace.moved_bytes == sum(
+        e.nbytes for e in trace.events if e.kind == "load" and e.component == "b"
+    )
     first_call = next(e for e in trace.events if e.kind == "run")
     computed = first_call.end_seconds - max(e.end_seconds for e in trace.events if e.kind == "read")
-    assert computed >= 0.95 * SLOWDOWN * sum(s * len(k.blocks) for s, k in zip(use("a", 1, ON).seconds, GROUPS, strict=True))
+    assert computed >= 0.95 * SLOWDOWN * sum(
+        s * len(k.blocks) for s, k in zip(use("a", 1, ON).seconds, GROUPS, strict=True)
+    )
     planned = simulate(of, plan_of(of, text)).seconds
     if text is READ_BEFORE:
         assert trace.seconds == pytest.approx(planned, rel=0.05)

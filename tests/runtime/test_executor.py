@@ -1,4 +1,5 @@
-"""Runs follow their plan and are repeatable; plans that do not fit the problem are refused before anything is loaded."""
+"""Runs follow their plan and are repeatable; plans that do not fit the problem are refused before
+anything is loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from small_component import ON, PREFETCH, WIDE, Small, calls_to, device_of, hardware, plain, plan_of, problem, run, use
+from small_component import (
+    ON,
+    PREFETCH,
+    WIDE,
+    Small,
+    calls_to,
+    device_of,
+    hardware,
+    plain,
+    plan_of,
+    problem,
+    run,
+    use,
+)
 
 from graphrun.errors import BrokenPlan, InputError, PlanError
 from graphrun.model.plan import Plan
@@ -49,11 +63,15 @@ def test_modules_that_were_run_can_be_run_again_without_their_host(of: Problem, 
     modules, device = {"a": Small(), "b": Small(1)}, device_of(of)
     expected = plain(modules, CALLS)
     for _ in range(2):
-        assert torch.equal(run(of, plan, Host(modules, of, device), device, CALLS).outputs["x"], expected)
+        assert torch.equal(
+            run(of, plan, Host(modules, of, device), device, CALLS).outputs["x"], expected
+        )
     assert torch.equal(plain(modules, CALLS), expected)
 
 
-def test_a_trace_has_every_slot_and_every_event_in_seconds_from_its_start(of: Problem, plan: Plan) -> None:
+def test_a_trace_has_every_slot_and_every_event_in_seconds_from_its_start(
+    of: Problem, plan: Plan
+) -> None:
     device = device_of(of)
     host = Host({"a": Small(), "b": Small(1)}, of, device)
     run(of, plan, host, device, CALLS)
@@ -63,14 +81,23 @@ def test_a_trace_has_every_slot_and_every_event_in_seconds_from_its_start(of: Pr
     assert all(0 <= e.start_seconds <= e.end_seconds <= trace.seconds + 1e-4 for e in trace.events)
     assert [e.detail for e in trace.events if e.kind == "run"] == ["forward"] * 5
     assert [e.component for e in trace.events if e.kind == "evict"] == ["a"] + ["b"] * 11
-    assert trace.moved_bytes == sum(e.nbytes for e in trace.events) - sum(e.nbytes for e in trace.events if e.kind == "evict")
+    assert trace.moved_bytes == sum(e.nbytes for e in trace.events) - sum(
+        e.nbytes for e in trace.events if e.kind == "evict"
+    )
     assert trace.plan_digest == plan.digest
 
 
 def test_progress_is_told_of_slots_and_calls(of: Problem, plan: Plan) -> None:
     told: list[tuple[int, int, int]] = []
     device = device_of(of)
-    run(of, plan, Host({"a": Small(), "b": Small(1)}, of, device), device, CALLS, progress=lambda *at: told.append(at))
+    run(
+        of,
+        plan,
+        Host({"a": Small(), "b": Small(1)}, of, device),
+        device,
+        CALLS,
+        progress=lambda *at: told.append(at),
+    )
     first, steady = [(0, 0, 0), (1, 0, 1), (1, 1, 1)], [(2, 0, 3), (2, 1, 3), (2, 2, 3), (2, 3, 3)]
     assert told == [*first, *steady, (3, 0, 0), (4, 0, 1), (4, 1, 1), (5, 0, 0)]
 
@@ -79,7 +106,9 @@ def test_a_plan_of_another_problem_or_graph_is_refused(of: Problem, plan: Plan) 
     device = device_of(of)
     host = Host({"a": Small(), "b": Small(1)}, of, device)
     other = replace(of, ram_bytes=1 << 39)
-    with pytest.raises(PlanError, match=f"digest {plan.problem}, this one has {other.digest}: plan again"):
+    with pytest.raises(
+        PlanError, match=f"digest {plan.problem}, this one has {other.digest}: plan again"
+    ):
         run(other, plan, host, device, CALLS)
 
     class Other:
@@ -89,7 +118,9 @@ def test_a_plan_of_another_problem_or_graph_is_refused(of: Problem, plan: Plan) 
         refuse_unfit(solution_of(of, plan), Other())  # type: ignore[arg-type]
 
 
-def test_a_plan_that_breaks_a_rule_is_refused_with_the_rule_and_the_place(of: Problem, plan: Plan) -> None:
+def test_a_plan_that_breaks_a_rule_is_refused_with_the_rule_and_the_place(
+    of: Problem, plan: Plan
+) -> None:
     device = device_of(of)
     broken = replace(plan, slots=(replace(plan.slots[0], actions=()), *plan.slots[1:]))
     with pytest.raises(PlanError, match=r"may not be run:\n.*slot 1.*remainder"):
@@ -104,7 +135,9 @@ def test_host_memory_of_another_problem_is_refused(of: Problem, plan: Plan) -> N
         run(of, plan, Host({"a": Small()}, only, device), device, CALLS)
 
 
-def test_the_machine_has_no_more_than_the_budget_and_its_own_capacity_afterwards(of: Problem, plan: Plan) -> None:
+def test_the_machine_has_no_more_than_the_budget_and_its_own_capacity_afterwards(
+    of: Problem, plan: Plan
+) -> None:
     device = device_of(of)
     before = device.machine.capacity_bytes
     seen = []
@@ -124,13 +157,18 @@ def test_the_device_of_a_problem_is_opened_with_its_rates() -> None:
         open_device(problem({"a": Small()}, [], replace(hardware(), device="tpu")))
 
 
-def test_host_memory_that_a_run_leaves_behind_breaks_the_plan_and_goes_when_its_storage_does() -> None:
+def test_host_memory_that_a_run_leaves_behind_breaks_the_plan_and_goes_when_its_storage_does() -> (
+    None
+):
     modules = {"a": Small()}
     of = problem(modules, [[use("a", 1, hardware())]])
     device = device_of(of)
     host = Host(modules, of, device)
     held = device.arenas.nbytes("arenas")
-    plan = plan_of(of, "slot s0/0:a load\n  load a all from pinned\nslot s0/0:a first\n  run\nslot end\n  evict a all")
+    plan = plan_of(
+        of,
+        "slot s0/0:a load\n  load a all from pinned\nslot s0/0:a first\n  run\nslot end\n  evict a all",
+    )
     kept: list[torch.Tensor] = []
 
     def work() -> dict[str, torch.Tensor]:

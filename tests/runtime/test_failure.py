@@ -1,4 +1,5 @@
-"""Injected failures: a typed error, an empty device while the error is held, unchanged modules, and a correct next run."""
+"""Injected failures: a typed error, an empty device while the error is held, unchanged modules, and
+a correct next run."""
 
 from __future__ import annotations
 
@@ -7,7 +8,19 @@ import weakref
 import pytest
 import torch
 from campaign import sampled
-from small_component import ON, PREFETCH, WIDE, Small, device_of, plain, plan_of, problem, run, untouched, use
+from small_component import (
+    ON,
+    PREFETCH,
+    WIDE,
+    Small,
+    device_of,
+    plain,
+    plan_of,
+    problem,
+    run,
+    untouched,
+    use,
+)
 
 from graphrun.errors import BrokenPlan, GraphrunError, OutOfMemory, TransferFailed
 from graphrun.model.plan import Plan
@@ -91,8 +104,12 @@ def test_a_budget_that_is_too_small_in_reality_is_out_of_memory(case: Case) -> N
         case.device.machine.capacity_bytes = None
 
 
-@pytest.mark.parametrize("error", [ValueError("bad shape"), KeyboardInterrupt(), RuntimeError("odd")], ids=repr)
-def test_an_error_of_the_components_own_code_is_raised_as_it_is(case: Case, error: BaseException) -> None:
+@pytest.mark.parametrize(
+    "error", [ValueError("bad shape"), KeyboardInterrupt(), RuntimeError("odd")], ids=repr
+)
+def test_an_error_of_the_components_own_code_is_raised_as_it_is(
+    case: Case, error: BaseException
+) -> None:
     def inside(x: torch.Tensor) -> None:
         held = x + 1  # noqa: F841 (a local on the device, in a frame of the traceback)
         raise error
@@ -140,7 +157,10 @@ def test_what_stays_on_the_device_after_a_run_is_named(case: Case) -> None:
     kept: list[torch.Tensor] = []
     case.modules["a"].inside = lambda x: kept.append(x.clone())
     try:
-        with pytest.raises(BrokenPlan, match=r"16.00 KiB stayed on the device after the run: 4.00 KiB torch.float32 \(16, 64\)"):
+        with pytest.raises(
+            BrokenPlan,
+            match=r"16.00 KiB stayed on the device after the run: 4.00 KiB torch.float32 \(16, 64\)",
+        ):
             case.run()
     finally:
         case.modules["a"].inside = None

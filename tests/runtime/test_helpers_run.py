@@ -1,4 +1,5 @@
-"""Components on helpers: they compute there, caps hold on every device, time is as planned, and nothing is left anywhere."""
+"""Components on helpers: they compute there, caps hold on every device, time is as planned, and
+nothing is left anywhere."""
 
 from __future__ import annotations
 
@@ -77,13 +78,19 @@ SESSION = f"""
 def case(runs: int = 1, helper_bytes: int = 1 << 30) -> Problem:
     """``b`` on a helper that computes and copies half as fast as the device."""
     uses = [use("a", 1, ON), use("b", 2, ON), use("a", 1, ON)]
-    of = problem({"a": Small(), "b": Small()}, [[replace(each, crossing=(PASSED, PASSED))] for each in uses], ON)
+    of = problem(
+        {"a": Small(), "b": Small()},
+        [[replace(each, crossing=(PASSED, PASSED))] for each in uses],
+        ON,
+    )
     a, b = of.components
     there = replace(b.variants[0], device="device1", streamable=False, slowdown=2.0)
     there = replace(there, load_seconds=tuple(2 * seconds for seconds in there.load_seconds))
     phases = tuple(replace(phase, glue_bytes=ACTIVATION_BYTES // 2) for phase in of.phases)
     helpers = (Helper(HELPER, helper_bytes),)
-    return replace(of, components=(a, replace(b, variants=(there,))), phases=phases, helpers=helpers, runs=runs)
+    return replace(
+        of, components=(a, replace(b, variants=(there,))), phases=phases, helpers=helpers, runs=runs
+    )
 
 
 def modules() -> dict[str, Small]:
@@ -118,7 +125,9 @@ def test_it_computes_on_the_helper_with_the_same_bits_in_the_planned_time() -> N
 def test_a_load_for_the_helper_overlaps_one_for_the_device() -> None:
     of = case()
     loads = "      load a all from pinned\n      load b all from pinned\n"
-    text = TEXT.replace("      load b all from pinned\n", "").replace("      load a all from pinned\n", loads, 1)
+    text = TEXT.replace("      load b all from pinned\n", "").replace(
+        "      load a all from pinned\n", loads, 1
+    )
     device = device_of(of)
     trace = run(of, plan_of(of, text), Host(modules(), of, device), device, CALLS)
     seconds = trace.slots[0].end_seconds - trace.slots[0].start_seconds
@@ -144,7 +153,9 @@ def test_in_a_session_it_stays_on_the_helper() -> None:
 def test_the_cap_of_the_helper_holds() -> None:
     of = case(helper_bytes=case().component("b").weight_bytes() + ACTIVATION_BYTES + PASSED)
     assert check(of, plan_of(of, TEXT)) == ()
-    less = replace(of, helpers=(replace(of.helpers[0], budget_bytes=of.helpers[0].budget_bytes - 1),))
+    less = replace(
+        of, helpers=(replace(of.helpers[0], budget_bytes=of.helpers[0].budget_bytes - 1),)
+    )
     assert [violation.rule for violation in check(less, plan_of(less, TEXT))] == ["helper"] * 2
     device, own = device_of(of), modules()
     own["b"].inside = lambda x: x.new_empty(1 << 20)  # more than was traced
@@ -158,13 +169,19 @@ def test_the_cap_of_the_helper_holds() -> None:
 @pytest.mark.parametrize("step", sampled((1, 37), (37,), "faults"))
 @pytest.mark.parametrize("fault", ["fail_allocation", "fail_copy"])
 @pytest.mark.parametrize("number", [0, 1])
-def test_after_an_error_at_any_allocation_or_copy_nothing_is_left(fault: str, number: int, step: int) -> None:
+def test_after_an_error_at_any_allocation_or_copy_nothing_is_left(
+    fault: str, number: int, step: int
+) -> None:
     of, own = case(), modules()
     device = device_of(of)
     host, machine = Host(own, of, device), device.every[number].machine
     expected = plain(modules(), CALLS)
     run(of, plan_of(of, TEXT), host, device, CALLS)
-    count = machine.allocations if fault == "fail_allocation" else machine.copies_in + machine.copies_out + CROSSINGS
+    count = (
+        machine.allocations
+        if fault == "fail_allocation"
+        else machine.copies_in + machine.copies_out + CROSSINGS
+    )
     assert count > 10
     for at in range(1, count + 1, step):
         setattr(machine, fault, at)

@@ -1,4 +1,5 @@
-"""Host memory as a card sees it: the host waits for copies of pageable memory, and page-locking takes seconds. Plans know both."""
+"""Host memory as a card sees it: the host waits for copies of pageable memory, and page-locking
+takes seconds. Plans know both."""
 
 from __future__ import annotations
 
@@ -63,23 +64,31 @@ BESIDE_RESIDENT = """
 class Case:
     """Components whose weights lie in files, and the plan ``text`` for them."""
 
-    def __init__(self, folder: Path, text: str, backing_store: str, calls: list[str], on: Hardware) -> None:
+    def __init__(
+        self, folder: Path, text: str, backing_store: str, calls: list[str], on: Hardware
+    ) -> None:
         names = sorted(set(calls))
         of = problem({}, [[use(name, calls.count(name), on)] for name in names], on)
-        self.problem = replace(of, components=tuple(in_backing_store(backing_store, name, on) for name in names))
+        self.problem = replace(
+            of, components=tuple(in_backing_store(backing_store, name, on) for name in names)
+        )
         self.plan = plan_of(self.problem, text.format(backing_store=backing_store, ring=2 * WIDE))
         self.folders = {name: saved(folder / name, seed) for seed, name in enumerate(names)}
         self.calls, self.planned = calls, simulate(self.problem, self.plan)
 
     def run(self, device: Any) -> Trace:
-        trace = run(self.problem, self.plan, host_of(self.problem, self.folders, device), device, self.calls)
+        trace = run(
+            self.problem, self.plan, host_of(self.problem, self.folders, device), device, self.calls
+        )
         expected = plain({name: Small(seed) for seed, name in enumerate(self.folders)}, self.calls)
         assert torch.equal(trace.outputs["x"], expected)
         return trace
 
     def as_planned(self, trace: Trace) -> None:
         for measured, expected in zip(trace.slots, self.planned.slots, strict=True):
-            assert measured.end_seconds - measured.start_seconds == pytest.approx(expected.seconds, rel=0.03)
+            assert measured.end_seconds - measured.start_seconds == pytest.approx(
+                expected.seconds, rel=0.03
+            )
 
 
 @pytest.mark.parametrize("flops", [1e9, 5e9], ids=["compute-bound", "even"])
@@ -87,7 +96,8 @@ class Case:
 def test_the_host_waits_for_copies_from_pageable_memory_when_no_compute_is_left_to_queue(
     tmp_path: Path, blocks: int, flops: float
 ) -> None:
-    """Otherwise it would queue no compute meanwhile, and the run would take the sum of both. ``blocks`` of the ring, if any."""
+    """Otherwise it would queue no compute meanwhile, and the run would take the sum of both.
+    ``blocks`` of the ring, if any."""
     text = STREAMED.replace("{ring}", str(blocks * WIDE)) if blocks else BESIDE_RESIDENT
     calls = ["a"] * 4 + ["b"] * (not blocks)
     case = Case(tmp_path, text, "pageable", calls, replace(ON, flops_per_second=flops))
@@ -99,26 +109,39 @@ def test_page_locking_goes_on_beside_reads_and_takes_the_planned_seconds(tmp_pat
     on = replace(ON, page_lock_seconds=2 / ON.disk_bytes_per_second, flops_per_second=1e9)
     case = Case(tmp_path, BESIDE_RESIDENT, "pinned", ["a"] * 4 + ["b"], on)
     case.as_planned(case.run(device_of(case.problem)))
-    read_seconds = sum(case.problem.components[0].variants[0].read_seconds[k] * n for k, n in enumerate((1, 4, 6)))
+    read_seconds = sum(
+        case.problem.components[0].variants[0].read_seconds[k] * n for k, n in enumerate((1, 4, 6))
+    )
     assert case.planned.slots[0].seconds == pytest.approx(2 * read_seconds, rel=0.5)
     assert case.planned.slots[0].seconds > 2 * read_seconds
-    assert case.planned.slots[1].seconds == pytest.approx(case.planned.slots[1].compute_seconds), "hidden behind compute"
+    assert case.planned.slots[1].seconds == pytest.approx(case.planned.slots[1].compute_seconds), (
+        "hidden behind compute"
+    )
 
 
-def test_memory_is_page_locked_by_a_thread_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_page_locked_by_a_thread_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = Case(tmp_path, BESIDE_RESIDENT, "pinned", ["a"] * 4 + ["b"], ON)
     device, lockers = device_of(case.problem), list[str]()
     pin = device.pin
     with ThreadPoolExecutor(1, "disk") as disk, ThreadPoolExecutor(1, "lock") as lock:
         queues = {"disk": disk, "lock": lock}
-        monkeypatch.setattr(device, "background", lambda job, queue="disk": queues[queue].submit(job).result)
-        monkeypatch.setattr(device, "pin", lambda arena: (lockers.append(threading.current_thread().name), pin(arena)))
+        monkeypatch.setattr(
+            device, "background", lambda job, queue="disk": queues[queue].submit(job).result
+        )
+        monkeypatch.setattr(
+            device,
+            "pin",
+            lambda arena: (lockers.append(threading.current_thread().name), pin(arena)),
+        )
         case.run(device)
     assert lockers == ["lock_0"] * 2
 
 
 class Joined:
-    """Page-locks memory no earlier than somebody waits for it; ``pending`` are the jobs that nobody waited for yet."""
+    """Page-locks memory no earlier than somebody waits for it; ``pending`` are the jobs that nobody
+    waited for yet."""
 
     def __init__(self, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pending, self._background = list[Callable[[], None]](), device.background
@@ -138,7 +161,9 @@ class Joined:
 
 
 @pytest.mark.parametrize("text", [STREAMED, BESIDE_RESIDENT], ids=["streamed", "resident"])
-def test_copies_wait_for_page_locking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_copies_wait_for_page_locking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
     case = Case(tmp_path, text, "pinned", ["a"] * 4 + ["b"] * (text is BESIDE_RESIDENT), ON)
     device = device_of(case.problem)
     locks = Joined(device, monkeypatch)
@@ -146,7 +171,9 @@ def test_copies_wait_for_page_locking(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not locks.pending
 
 
-def test_memory_is_not_freed_while_it_is_page_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_not_freed_while_it_is_page_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its reads fail, so that nothing is copied."""
     case = Case(tmp_path, BESIDE_RESIDENT, "pinned", ["a"] * 4 + ["b"], ON)
     device = device_of(case.problem)

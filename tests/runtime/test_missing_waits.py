@@ -1,4 +1,5 @@
-"""The ordering checker reports a missing wait in every run, also on a device whose earlier runs had one."""
+"""The ordering checker reports a missing wait in every run, also on a device whose earlier runs had
+one."""
 
 from __future__ import annotations
 
@@ -26,11 +27,17 @@ PLAN = f"""
     slot end
       evict a remainder[0] thin[0-5]
 """
-FIRST, STREAMED = 0, 5  # numbers of waits: of the load slot's first copy for its allocation, of compute for a streamed block
+# numbers of waits: of the load slot's first copy for its allocation, of compute for a streamed
+# block
+FIRST, STREAMED = (
+    0,
+    5,
+)
 
 
 class Waits:
-    """Counts a run's waits of a stream for a mark, and leaves out number ``left_out`` (-1: none)."""
+    """Counts a run's waits of a stream for a mark, and leaves out number ``left_out`` (-1:
+    none)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count, self.left_out = 0, -1
@@ -45,7 +52,8 @@ class Waits:
 
 
 class Runs:
-    """Runs of one plan on one device. The plan loads some blocks of a component and streams the others, in two calls."""
+    """Runs of one plan on one device. The plan loads some blocks of a component and streams the
+    others, in two calls."""
 
     def __init__(self, waits: Waits) -> None:
         self.waits, self.modules = waits, {"a": Small()}

@@ -1,4 +1,5 @@
-"""S2.2 and S4.4: modules that another library moves are refused before a run; moving a component during a run is an error."""
+"""S2.2 and S4.4: modules that another library moves are refused before a run; moving a component
+during a run is an error."""
 
 from __future__ import annotations
 
@@ -9,7 +10,18 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from diffusers.hooks import apply_group_offloading, apply_layerwise_casting
-from small_component import PREFETCH, WIDE, Small, device_of, hardware, plan_of, problem, run, untouched, use
+from small_component import (
+    PREFETCH,
+    WIDE,
+    Small,
+    device_of,
+    hardware,
+    plan_of,
+    problem,
+    run,
+    untouched,
+    use,
+)
 from torch import nn
 
 from graphrun.errors import BrokenPlan, InputError
@@ -33,7 +45,9 @@ def dispatched() -> Small:
 
 def group_offloaded() -> Small:
     module = Small()
-    apply_group_offloading(module, torch.device("cpu"), torch.device("cpu"), offload_type="leaf_level")
+    apply_group_offloading(
+        module, torch.device("cpu"), torch.device("cpu"), offload_type="leaf_level"
+    )
     return module
 
 
@@ -53,7 +67,10 @@ def with_lora() -> Small:
     class LoraLinear(nn.Module):  # as peft lays its layers out
         def __init__(self, base: nn.Module) -> None:
             super().__init__()
-            self.base_layer, self.lora_A = base, nn.ModuleDict({"cozy": nn.Linear(64, 4, bias=False)})
+            self.base_layer, self.lora_A = (
+                base,
+                nn.ModuleDict({"cozy": nn.Linear(64, 4, bias=False)}),
+            )
 
     module = Small()
     module.wide[1].up = LoraLinear(module.wide[1].up)
@@ -78,7 +95,9 @@ def unread() -> Small:
     ],
 )
 def test_s2_2_a_second_mover_is_found_before_anything_moves(made: Any, told: str) -> None:
-    of = problem({"a": Small(), "b": Small()}, [[use("a", 1, hardware())], [use("b", 1, hardware())]])
+    of = problem(
+        {"a": Small(), "b": Small()}, [[use("a", 1, hardware())], [use("b", 1, hardware())]]
+    )
     first = Small()
     weight = first.embed.weight
     with pytest.raises(InputError, match=told):
@@ -98,7 +117,10 @@ def test_taking_the_hooks_off_makes_the_module_good_again() -> None:
     refuse_movers({"a": module})
 
 
-@pytest.mark.parametrize("move", [lambda m: m.to("cpu"), lambda m: m.cpu(), lambda m: m.half(), lambda m: m.to(torch.float64)])
+@pytest.mark.parametrize(
+    "move",
+    [lambda m: m.to("cpu"), lambda m: m.cpu(), lambda m: m.half(), lambda m: m.to(torch.float64)],
+)
 def test_s4_4_moving_a_component_during_a_run_is_refused_and_the_next_run_works(move: Any) -> None:
     modules = {"a": Small(), "b": Small(1)}
     of = problem(modules, [[use("a", 4, hardware())], [use("b", 1, hardware())]])

@@ -1,4 +1,5 @@
-"""Copies overlap with compute: a streamed stage takes at most 1.03 x max(compute, transfer) plus one block."""
+"""Copies overlap with compute: a streamed stage takes at most 1.03 x max(compute, transfer) plus
+one block."""
 
 from __future__ import annotations
 

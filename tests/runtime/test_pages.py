@@ -1,4 +1,5 @@
-"""The simulated accelerator counts in pages, as a card does: what the executor reserves is what the plan says."""
+"""The simulated accelerator counts in pages, as a card does: what the executor reserves is what the
+plan says."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ from graphrun.units import MIB, round_up
 from graphrun.verify.pages import limit_bytes
 
 # Weights of the graph in small over those of the model it stands for.
-CASES = (("flux-tiny", 4 * MIB, 0.0005), ("wan-tiny", 6 * MIB, 0.0005), ("sdxl-tiny", 8 * MIB, 0.001))
+CASES = (
+    ("flux-tiny", 4 * MIB, 0.0005),
+    ("wan-tiny", 6 * MIB, 0.0005),
+    ("sdxl-tiny", 8 * MIB, 0.001),
+)
 
 
 def page_bytes(scale: float) -> int:
@@ -32,11 +37,15 @@ def page_bytes(scale: float) -> int:
 
 
 @pytest.mark.parametrize("case", sampled(CASES, CASES[:1], "pages"), ids=str)
-def test_a_run_reserves_what_was_planned(case: tuple[str, int, float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_reserves_what_was_planned(
+    case: tuple[str, int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each device gets the limit with which PyTorch's allocator refuses nothing of the plan."""
     name, budget, scale = case
     whole = TinyPipeline(name, {"steps": 2})
-    problem = problem_of(whole.graph, whole._probed, simulated(scale), Limits(budget, AMPLE), whole.inputs)
+    problem = problem_of(
+        whole.graph, whole._probed, simulated(scale), Limits(budget, AMPLE), whole.inputs
+    )
     solution = solve(problem)
     unlimited = replace(solution.problem, budget_bytes=AMPLE)
     whole.device = open_device(unlimited)
@@ -60,13 +69,26 @@ def test_a_run_reserves_what_was_planned(case: tuple[str, int, float], monkeypat
 @pytest.mark.sweep("pages")
 @pytest.mark.parametrize(
     ("name", "scale"),
-    [("flux-tiny", 3.27e-4), ("sdxl-tiny", 3.53e-3), ("cogview4-tiny", 3.64e-4), ("wan-tiny", 2.78e-4)],
+    [
+        ("flux-tiny", 3.27e-4),
+        ("sdxl-tiny", 3.53e-3),
+        ("cogview4-tiny", 3.64e-4),
+        ("wan-tiny", 2.78e-4),
+    ],
 )
-def test_no_slot_reserves_more_than_was_planned_whatever_the_budget(name: str, scale: float) -> None:
-    """Where a tensor of a few KiB lies elsewhere than in the replay, the next large one may need pages that no budget has."""
+def test_no_slot_reserves_more_than_was_planned_whatever_the_budget(
+    name: str, scale: float
+) -> None:
+    """Where a tensor of a few KiB lies elsewhere than in the replay, the next large one may need
+    pages that no budget has."""
     whole = TinyPipeline(name, {"steps": 2})
-    ample = problem_of(whole.graph, whole._probed, simulated(scale), Limits(AMPLE, AMPLE), whole.inputs)
-    least, weights = smallest_budget(ample), sum(component.weight_bytes() for component in ample.components)
+    ample = problem_of(
+        whole.graph, whole._probed, simulated(scale), Limits(AMPLE, AMPLE), whole.inputs
+    )
+    least, weights = (
+        smallest_budget(ample),
+        sum(component.weight_bytes() for component in ample.components),
+    )
     for share in (0.02, 0.2):
         problem = replace(ample, budget_bytes=least + int(share * weights))
         solution = solve(problem)
@@ -116,12 +138,18 @@ def test_pages_without_tensors_are_returned_before_an_allocation_is_refused() ->
 
 
 def test_in_pages_a_plan_that_counts_tensors_may_be_refused() -> None:
-    """The plan by bytes of tensors reserves more than its budget where pages count: the reason for counting them."""
+    """The plan by bytes of tensors reserves more than its budget where pages count: the reason for
+    counting them."""
     whole = TinyPipeline("flux-tiny", {"steps": 2})
-    problem = problem_of(whole.graph, whole._probed, simulated(0.0005), Limits(4 * MIB, AMPLE), whole.inputs)
+    problem = problem_of(
+        whole.graph, whole._probed, simulated(0.0005), Limits(4 * MIB, AMPLE), whole.inputs
+    )
     blind = replace(problem, hardware=replace(problem.hardware, caching_allocator=False))
     from graphrun.verify.pages import reserved_bytes
 
     plan = solve(blind).plan
     chosen = solve(blind).chosen
-    assert max(reserved_bytes(replace(chosen, hardware=problem.hardware), plan)) > problem.effective_bytes
+    assert (
+        max(reserved_bytes(replace(chosen, hardware=problem.hardware), plan))
+        > problem.effective_bytes
+    )

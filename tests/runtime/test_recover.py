@@ -1,4 +1,5 @@
-"""Out of memory: the remaining stages are planned again and the run continues; if no plan fits, values are saved."""
+"""Out of memory: the remaining stages are planned again and the run continues; if no plan fits,
+values are saved."""
 
 from __future__ import annotations
 
@@ -29,12 +30,23 @@ def whole() -> TinyPipeline:
 
 def run(whole: TinyPipeline, problem: Problem, told: list[str], keep: Path | None = None) -> Trace:
     solution = solution_of(problem, planned(problem))
-    return execute(solution, whole.graph, whole.inputs, whole.device, host=whole.host, tell=told.append, keep=keep)
+    return execute(
+        solution,
+        whole.graph,
+        whole.inputs,
+        whole.device,
+        host=whole.host,
+        tell=told.append,
+        keep=keep,
+    )
 
 
 @contextmanager
-def shrinking(whole: TinyPipeline, component: str, capacity_bytes: int, call: int = 1) -> Iterator[list[str]]:
-    """The machine has ``capacity_bytes`` from call number ``call`` of ``component`` on; yields the components entered."""
+def shrinking(
+    whole: TinyPipeline, component: str, capacity_bytes: int, call: int = 1
+) -> Iterator[list[str]]:
+    """The machine has ``capacity_bytes`` from call number ``call`` of ``component`` on; yields the
+    components entered."""
     entered: list[str] = []
 
     def enter(name: str) -> Any:
@@ -63,7 +75,9 @@ def roomy(whole: TinyPipeline) -> Problem:
     return whole.within(whole.largest_with_activation() + (1 << 20))
 
 
-def test_memory_that_vanishes_in_a_stage_has_the_remaining_stages_planned_again(whole: TinyPipeline) -> None:
+def test_memory_that_vanishes_in_a_stage_has_the_remaining_stages_planned_again(
+    whole: TinyPipeline,
+) -> None:
     problem, told = roomy(whole), list[str]()
     less = whole.smallest().budget_bytes + 200_000
     with shrinking(whole, "transformer", less) as entered:
@@ -73,8 +87,13 @@ def test_memory_that_vanishes_in_a_stage_has_the_remaining_stages_planned_again(
     assert "slot denoise/0:transformer first: sim out of memory" in told[0]
     assert "planned again with" in told[0]
     assert told[0].endswith("continuing from denoise, from its start")
-    assert entered.count("text_encoder") == entered.count("text_encoder_2") == 1, "what was finished is not done again"
-    assert max(slot.peak_bytes for slot in trace.slots if slot.phase.startswith(("denoise", "decode"))) <= less
+    assert entered.count("text_encoder") == entered.count("text_encoder_2") == 1, (
+        "what was finished is not done again"
+    )
+    assert (
+        max(slot.peak_bytes for slot in trace.slots if slot.phase.startswith(("denoise", "decode")))
+        <= less
+    )
     assert [slot.part for slot in trace.slots][-1] == "end"
     assert whole.device.allocated_bytes == 0
 
@@ -88,13 +107,26 @@ def test_it_continues_after_the_last_finished_step(call: int) -> None:
     assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
     assert len(told) == 1
     assert told[0].endswith(f"continuing from denoise, after step {call - 1} of 5")
-    assert entered.count("transformer") == 5 + 1, "the step that broke is taken twice, and no other one"
-    assert sum(slot.calls for slot in trace.slots if slot.phase.startswith("denoise") and slot.part != "load") == 6 - call
+    assert entered.count("transformer") == 5 + 1, (
+        "the step that broke is taken twice, and no other one"
+    )
+    assert (
+        sum(
+            slot.calls
+            for slot in trace.slots
+            if slot.phase.startswith("denoise") and slot.part != "load"
+        )
+        == 6 - call
+    )
     assert whole.device.allocated_bytes == 0
 
 
-def test_a_loop_that_cannot_resume_restarts_and_the_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphrun.ops.steps.why_not", lambda _: "as for pipelines whose loops are not understood")
+def test_a_loop_that_cannot_resume_restarts_and_the_note_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "graphrun.ops.steps.why_not", lambda _: "as for pipelines whose loops are not understood"
+    )
     whole, told = TinyPipeline("wan-tiny", {"steps": 2}), list[str]()
     with shrinking(whole, "transformer", whole.smallest().budget_bytes + 200_000, 4) as entered:
         trace = run(whole, roomy(whole), told)
@@ -105,8 +137,14 @@ def test_a_loop_that_cannot_resume_restarts_and_the_note_says_so(monkeypatch: py
 
 def test_memory_that_vanished_is_noticed_before_a_stage_begins(whole: TinyPipeline) -> None:
     problem, told = roomy(whole), list[str]()
-    encoding = max(slot.peak_bytes for slot in simulate(problem, planned(problem)).slots if slot.phase.startswith("encode/1"))
-    with shrinking(whole, "text_encoder_2", max(encoding, whole.smallest().budget_bytes)) as entered:
+    encoding = max(
+        slot.peak_bytes
+        for slot in simulate(problem, planned(problem)).slots
+        if slot.phase.startswith("encode/1")
+    )
+    with shrinking(
+        whole, "text_encoder_2", max(encoding, whole.smallest().budget_bytes)
+    ) as entered:
         trace = run(whole, problem, told)
     assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
     assert len(told) == 1
@@ -115,11 +153,15 @@ def test_memory_that_vanished_is_noticed_before_a_stage_begins(whole: TinyPipeli
     assert entered.count("transformer") == 2, "the stage did not have to fail"
 
 
-def test_an_activation_that_was_estimated_too_low_is_raised_to_what_was_seen(whole: TinyPipeline) -> None:
+def test_an_activation_that_was_estimated_too_low_is_raised_to_what_was_seen(
+    whole: TinyPipeline,
+) -> None:
     told: list[str] = []
     least = whole.smallest()
     low = tuple(
-        replace(p, first_bytes=p.first_bytes // 4, steady_bytes=p.steady_bytes // 4) if p.stage == "denoise" else p
+        replace(p, first_bytes=p.first_bytes // 4, steady_bytes=p.steady_bytes // 4)
+        if p.stage == "denoise"
+        else p
         for p in least.phases
     )
     problem = replace(least, phases=low, budget_bytes=least.budget_bytes + 100_000)
@@ -129,7 +171,9 @@ def test_an_activation_that_was_estimated_too_low_is_raised_to_what_was_seen(who
     assert trace.peak_bytes <= problem.effective_bytes
 
 
-def test_when_no_plan_fits_it_stops_with_finished_values_saved_and_named(whole: TinyPipeline, tmp_path: Path) -> None:
+def test_when_no_plan_fits_it_stops_with_finished_values_saved_and_named(
+    whole: TinyPipeline, tmp_path: Path
+) -> None:
     problem, told = roomy(whole), list[str]()
     with shrinking(whole, "transformer", 100_000, 2), pytest.raises(OutOfMemory) as caught:
         run(whole, problem, told, tmp_path / "kept")
@@ -139,7 +183,8 @@ def test_when_no_plan_fits_it_stops_with_finished_values_saved_and_named(whole: 
     assert f"finished values are saved in {tmp_path}/kept/values.safetensors: " in text
     assert text.endswith(": denoise.latents after step 1 of 2, encode.embeds")
     found = load_file(tmp_path / "kept" / "values.safetensors")
-    embeds = whole.run(whole.problem, planned(whole.problem))  # nothing is left behind by the failure
+    # nothing is left behind by the failure
+    embeds = whole.run(whole.problem, planned(whole.problem))
     assert np.array_equal(pixels(embeds.outputs["image"]), whole.image)
     assert {"encode.embeds.prompt_embeds", "encode.embeds.pooled_prompt_embeds"} <= found.keys()
     assert "denoise.latents after step 1 of 2" in found
@@ -148,7 +193,9 @@ def test_when_no_plan_fits_it_stops_with_finished_values_saved_and_named(whole: 
     assert whole.device.allocated_bytes == 0
 
 
-def test_values_that_the_disk_does_not_take_are_said_to_be_lost(whole: TinyPipeline, tmp_path: Path) -> None:
+def test_values_that_the_disk_does_not_take_are_said_to_be_lost(
+    whole: TinyPipeline, tmp_path: Path
+) -> None:
     (tmp_path / "kept").touch()
     with (
         shrinking(whole, "transformer", 100_000),
@@ -163,7 +210,9 @@ def test_a_run_as_planned_is_not_planned_again(whole: TinyPipeline) -> None:
     trace = run(whole, problem, told)
     assert not told
     assert trace.notes == ()
-    assert [slot.phase for slot in trace.slots] == [slot.phase for slot in simulate(problem, planned(problem)).slots]
+    assert [slot.phase for slot in trace.slots] == [
+        slot.phase for slot in simulate(problem, planned(problem)).slots
+    ]
 
 
 def test_values_that_cannot_be_copied_from_the_device_end_the_run(whole: TinyPipeline) -> None:
@@ -177,5 +226,8 @@ def test_values_that_cannot_be_copied_from_the_device_end_the_run(whole: TinyPip
     finally:
         hook.remove()
         whole.device.machine.fail_copy = None
-    assert "no plan fits the remaining stages (encode.embeds could not be copied from the device)" in str(caught.value)
+    assert (
+        "no plan fits the remaining stages (encode.embeds could not be copied from the device)"
+        in str(caught.value)
+    )
     assert whole.device.allocated_bytes == 0

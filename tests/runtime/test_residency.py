@@ -1,4 +1,5 @@
-"""Moving a module's tensors to the device and back keeps values, ties, dtypes and identity; there is one host copy."""
+"""Moving a module's tensors to the device and back keeps values, ties, dtypes and identity; there
+is one host copy."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def test_the_arena_is_the_only_host_copy(device: SimulatedDevice) -> None:
     module, residency = made(device)
     arena = residency.backing_store.memory
     assert arena is not None
-    assert all(arena.data_ptr() <= t.data_ptr() < arena.data_ptr() + arena.numel() for t in tensors(module))
+    assert all(
+        arena.data_ptr() <= t.data_ptr() < arena.data_ptr() + arena.numel() for t in tensors(module)
+    )
     assert arena.numel() == sum(residency.nbytes(path) for path in PATHS)
 
 
@@ -61,7 +64,9 @@ def test_loaded_blocks_equal_the_host_and_ties_hold_on_the_device(device: Simula
     assert device.allocated_bytes == 0
 
 
-def test_eviction_puts_the_same_host_tensors_back_and_frees_that_block_alone(device: SimulatedDevice) -> None:
+def test_eviction_puts_the_same_host_tensors_back_and_frees_that_block_alone(
+    device: SimulatedDevice,
+) -> None:
     module, residency = made(device)
     host = [id(t) for t in tensors(module)]
     with device.session(1 << 30):

@@ -1,4 +1,5 @@
-"""Several runs of one plan: kept weights stay, later runs execute their own slots, closing releases everything."""
+"""Several runs of one plan: kept weights stay, later runs execute their own slots, closing releases
+everything."""
 
 from __future__ import annotations
 
@@ -49,10 +50,16 @@ TEXT = f"""
 class Case:
     def __init__(self, folder: Path) -> None:
         of = problem({}, [[use("a", 1, ON)], [use("b", 1, ON)]], ON)
-        self.problem = replace(of, runs=3, components=tuple(in_backing_store("pinned", name, ON) for name in ("a", "b")))
+        self.problem = replace(
+            of,
+            runs=3,
+            components=tuple(in_backing_store("pinned", name, ON) for name in ("a", "b")),
+        )
         self.plan = plan_of(self.problem, TEXT)
         self.device = device_of(self.problem)
-        self.host = host_of(self.problem, {"a": saved(folder / "a"), "b": saved(folder / "b", 1)}, self.device)
+        self.host = host_of(
+            self.problem, {"a": saved(folder / "a"), "b": saved(folder / "b", 1)}, self.device
+        )
         self.expected = plain({"a": Small(), "b": Small(1)}, CALLS)
 
     def work(self) -> dict[str, torch.Tensor]:
@@ -68,11 +75,19 @@ def test_further_runs_find_what_the_first_kept_and_closing_returns_everything(ca
     with Session(solution_of(case.problem, case.plan), case.host, case.device) as session:
         traces = [session.run(case.work) for _ in range(3)]
         assert case.device.allocated_bytes > 0
-        assert case.device.arenas.nbytes("pinned") == 2 * case.problem.components[0].variants[0].host_bytes
+        assert (
+            case.device.arenas.nbytes("pinned")
+            == 2 * case.problem.components[0].variants[0].host_bytes
+        )
     planned = simulate(case.problem, case.plan)
-    assert [trace.moved_bytes for trace in traces] == [planned.moved_bytes, *[planned.again_moved_bytes] * 2]
+    assert [trace.moved_bytes for trace in traces] == [
+        planned.moved_bytes,
+        *[planned.again_moved_bytes] * 2,
+    ]
     assert planned.again_moved_bytes < planned.moved_bytes
-    assert [trace.seconds for trace in traces] == pytest.approx([planned.seconds, *[planned.again_seconds] * 2], rel=0.02)
+    assert [trace.seconds for trace in traces] == pytest.approx(
+        [planned.seconds, *[planned.again_seconds] * 2], rel=0.02
+    )
     assert all(torch.equal(trace.outputs["x"], case.expected) for trace in traces)
     assert {trace.plan_digest for trace in traces} == {case.plan.digest}
     assert [len([e for e in trace.events if e.kind == "read"]) for trace in traces] == [22, 0, 0]
@@ -91,7 +106,9 @@ def test_a_run_that_fails_ends_the_session_and_the_next_is_a_first_one(case: Cas
     assert torch.equal(again.outputs["x"], case.expected)
 
 
-def test_the_first_slot_may_be_performed_ahead_and_an_error_in_it_empties_the_device(case: Case) -> None:
+def test_the_first_slot_may_be_performed_ahead_and_an_error_in_it_empties_the_device(
+    case: Case,
+) -> None:
     with Session(solution_of(case.problem, case.plan), case.host, case.device) as session:
         whole = session.run(case.work)
         session.close()
@@ -117,13 +134,17 @@ def test_the_first_slot_may_be_performed_ahead_and_an_error_in_it_empties_the_de
             (of.phase, of.part, of.moved_bytes) for of in whole.slots
         ]
         assert torch.equal(trace.outputs["x"], case.expected)
-        assert [of.start_seconds for of in trace.slots] == sorted(of.start_seconds for of in trace.slots)
+        assert [of.start_seconds for of in trace.slots] == sorted(
+            of.start_seconds for of in trace.slots
+        )
     assert further.moved_bytes < ahead.moved_bytes
 
 
 def test_a_plan_for_one_run_is_not_run_twice_in_a_session(case: Case) -> None:
     single = replace(case.problem, runs=1)
-    text = TEXT.split("again")[0].replace("evict b all", "evict a remainder[0] wide[0,2]\n      evict b all")
+    text = TEXT.split("again")[0].replace(
+        "evict b all", "evict a remainder[0] wide[0,2]\n      evict b all"
+    )
     with Session(solution_of(single, plan_of(single, text)), case.host, case.device) as session:
         session.run(case.work)
         with pytest.raises(PlanError, match="the plan is for one run"):

@@ -1,4 +1,5 @@
-"""The slots that a call into a component opens. Plans are in text form; a call is the name of a component."""
+"""The slots that a call into a component opens. Plans are in text form; a call is the name of a
+component."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ SAME = """
 
 
 def cursor_of(text: str, *phases: tuple[tuple[str, int], ...]) -> SlotCursor:
-    of = problem({"a": Small(), "b": Small()}, [[use(name, calls, ON) for name, calls in phase] for phase in phases])
+    of = problem(
+        {"a": Small(), "b": Small()},
+        [[use(name, calls, ON) for name, calls in phase] for phase in phases],
+    )
     return SlotCursor(of, plan_of(of, text))
 
 
@@ -44,7 +48,13 @@ def two() -> SlotCursor:
 
 def test_load_and_first_open_with_the_first_call_and_steady_with_the_second() -> None:
     at = two()
-    assert [at.enter("a"), at.enter("a"), at.enter("a"), at.enter("b"), at.finish()] == [[0, 1], [2], [], [3, 4], [5]]
+    assert [at.enter("a"), at.enter("a"), at.enter("a"), at.enter("b"), at.finish()] == [
+        [0, 1],
+        [2],
+        [],
+        [3, 4],
+        [5],
+    ]
 
 
 def test_slots_of_stages_that_a_run_leaves_out_open_on_the_way() -> None:
@@ -53,7 +63,12 @@ def test_slots_of_stages_that_a_run_leaves_out_open_on_the_way() -> None:
     assert [at.ahead(), at.enter("b"), at.finish()] == [[0], [1, 2, 3, 4], [5]]
     at = two()
     at.leave_out({"s1"})
-    assert [at.enter("a"), at.enter("a"), at.enter("a"), at.finish()] == [[0, 1], [2], [], [3, 4, 5]]
+    assert [at.enter("a"), at.enter("a"), at.enter("a"), at.finish()] == [
+        [0, 1],
+        [2],
+        [],
+        [3, 4, 5],
+    ]
     with pytest.raises(BrokenPlan, match="b was called out of order"):
         at.enter("b")
 
@@ -74,19 +89,26 @@ def test_a_phase_with_the_same_component_begins_when_the_planned_calls_are_done(
 
 
 def test_a_call_out_of_order_names_the_component_the_slot_and_what_was_expected() -> None:
-    with pytest.raises(BrokenPlan, match="b was called out of order at the start: the plan expects a next"):
+    with pytest.raises(
+        BrokenPlan, match="b was called out of order at the start: the plan expects a next"
+    ):
         two().enter("b")
     at = two()
     for component in "aaab":
         at.enter(component)
-    with pytest.raises(BrokenPlan, match="a was called out of order in slot s1/0:b first: the plan expects nothing more"):
+    with pytest.raises(
+        BrokenPlan,
+        match="a was called out of order in slot s1/0:b first: the plan expects nothing more",
+    ):
         at.enter("a")
 
 
 def test_leaving_a_phase_before_its_steady_slot_is_an_error() -> None:
     at = two()
     at.enter("a")
-    with pytest.raises(BrokenPlan, match="b was called in slot .* before that phase had its planned calls"):
+    with pytest.raises(
+        BrokenPlan, match="b was called in slot .* before that phase had its planned calls"
+    ):
         at.enter("b")
 
 
@@ -94,7 +116,9 @@ def test_a_second_call_where_the_plan_has_one_is_an_error() -> None:
     at = two()
     for component in "aaab":
         at.enter(component)
-    with pytest.raises(BrokenPlan, match="b was called again in s1/0:b, for which the plan has one call"):
+    with pytest.raises(
+        BrokenPlan, match="b was called again in s1/0:b, for which the plan has one call"
+    ):
         at.enter("b")
 
 

@@ -1,4 +1,5 @@
-"""Values that are spilled to the host and restored: equal, tied tensors once, and in order with what computes on them."""
+"""Values that are spilled to the host and restored: equal, tied tensors once, and in order with
+what computes on them."""
 
 from __future__ import annotations
 
@@ -51,12 +52,19 @@ def test_the_trace_has_the_times_of_both_copies() -> None:
         recorder, values = EventRecorder(device, device.mark("compute")), Values(device, holder)
         device.barrier()
         for index, action in enumerate((Spill("embeds"), Restore("embeds"))):
-            slot = OpenSlot(index, Slot("", "end", 0, (action,)), problem({}, []), {}, recorder, values)
+            slot = OpenSlot(
+                index, Slot("", "end", 0, (action,)), problem({}, []), {}, recorder, values
+            )
             slot.open()
             slot.close()
         del slot
     spilled, restored = recorder.events
-    assert (spilled.kind, spilled.nbytes, restored.kind, restored.nbytes) == ("spill", 4000, "restore", 4000)
+    assert (spilled.kind, spilled.nbytes, restored.kind, restored.nbytes) == (
+        "spill",
+        4000,
+        "restore",
+        4000,
+    )
     assert (spilled.start_seconds, spilled.end_seconds) == pytest.approx((0.0, 8e-6))
     assert (restored.start_seconds, restored.end_seconds) == pytest.approx((8e-6, 12e-6))
 

@@ -1,4 +1,5 @@
-"""A component whose blocks lie on several devices: same bits, planned time and bytes, caps on both, nothing left after an error."""
+"""A component whose blocks lie on several devices: same bits, planned time and bytes, caps on both,
+nothing left after an error."""
 
 from __future__ import annotations
 
@@ -7,7 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 from campaign import sampled
-from small_component import ROWS, WIDTH, Small, hardware, plain, plan_of, problem, run, untouched, use
+from small_component import (
+    ROWS,
+    WIDTH,
+    Small,
+    hardware,
+    plain,
+    plan_of,
+    problem,
+    run,
+    untouched,
+    use,
+)
 
 from graphrun.errors import OutOfMemory, TransferFailed
 from graphrun.model.problem import Helper, LiveTensor, Problem
@@ -44,13 +56,18 @@ STREAMED = f"""{SPLIT}
     slot end
       evict a {KEPT}
 """
-TWO = WHOLE.replace(SPLIT, "    split a device1 wide[1]\n    split a device2 wide[2-3] thin[0-1]\n")  # directly after another
+# directly after another
+TWO = WHOLE.replace(SPLIT, "    split a device1 wide[1]\n    split a device2 wide[2-3] thin[0-1]\n")
 
 
 def case(*helper_bytes: int) -> Problem:
     """``a`` may be split over helpers that compute and copy half as fast as the device."""
     passed = (LiveTensor(PASSED, n, (n + 1 if n < 10 else 0,)) for n in range(11))
-    of = problem({"a": Small()}, [[replace(use("a", 2, ON), crossing=(PASSED, PASSED), live_tensors=tuple(passed))]], ON)
+    of = problem(
+        {"a": Small()},
+        [[replace(use("a", 2, ON), crossing=(PASSED, PASSED), live_tensors=tuple(passed))]],
+        ON,
+    )
     (a,) = of.components
     loads = tuple(2 * seconds for seconds in a.variants[0].load_seconds)
     helpers = tuple(Helper(HELPER, nbytes) for nbytes in helper_bytes or (1 << 30,))
@@ -73,12 +90,16 @@ def test_blocks_on_the_helper_give_the_same_bits_in_the_planned_time(text: str) 
     (helper,) = device.helpers
     seen: list[str] = []
     blocks = [own["a"].get_submodule(path) for path in ("wide.2", "wide.3", "thin.2", "thin.3")]
-    hooks = [block.register_forward_pre_hook(lambda _, args: seen.append(str(args[0].device))) for block in blocks]
+    hooks = [
+        block.register_forward_pre_hook(lambda _, args: seen.append(str(args[0].device)))
+        for block in blocks
+    ]
     trace = run(of, plan, Host(own, of, device), device, CALLS)
     for hook in hooks:
         hook.remove()
     assert torch.equal(trace.outputs["x"], plain({"a": Small()}, CALLS))
-    assert seen == ["sim:0", "sim:0", "sim:1", "sim:0"] * 2  # hooks of the caller run before the copy
+    # hooks of the caller run before the copy
+    assert seen == ["sim:0", "sim:0", "sim:1", "sim:0"] * 2
     simulated = simulate(of, plan)
     assert trace.seconds == pytest.approx(simulated.seconds, rel=0.01)
     assert trace.moved_bytes == simulated.moved_bytes
@@ -100,9 +121,16 @@ def test_blocks_on_two_helpers_give_the_same_bits_in_the_planned_time() -> None:
     simulated = simulate(of, plan)
     assert trace.seconds == pytest.approx(simulated.seconds, rel=0.01)
     assert trace.moved_bytes == simulated.moved_bytes
-    assert [each.machine.bytes_across for each in device.every] == [4 * PASSED, 2 * PASSED, 2 * PASSED]
+    assert [each.machine.bytes_across for each in device.every] == [
+        4 * PASSED,
+        2 * PASSED,
+        2 * PASSED,
+    ]
     for slot, measured in zip(simulated.slots, trace.slots, strict=True):
-        assert all(peak <= most for peak, most in zip(measured.helper_peaks, slot.helper_peaks, strict=True))
+        assert all(
+            peak <= most
+            for peak, most in zip(measured.helper_peaks, slot.helper_peaks, strict=True)
+        )
     assert min(simulated.slots[0].helper_peaks) > 0
     assert [each.allocated_bytes for each in device.every] == [0, 0, 0]
     assert all(map(untouched, own.values()))
@@ -116,7 +144,8 @@ def test_the_cap_of_the_helper_holds() -> None:
     assert {violation.rule for violation in check(less, planned(less, WHOLE)[0])} == {"helper"}
     own = {"a": Small()}
     plan, device = planned(enough, WHOLE)
-    own["a"].thin[1].register_forward_hook(lambda _, __, x: x + x.new_zeros(1 << 20).sum())  # takes more than was traced
+    # takes more than was traced
+    own["a"].thin[1].register_forward_hook(lambda _, __, x: x + x.new_zeros(1 << 20).sum())
     with pytest.raises(OutOfMemory, match="sim:1 has a capacity of") as caught:
         run(enough, plan, Host(own, enough, device), device, CALLS)
     assert (caught.value.helper, caught.value.part) == (1, "first")
@@ -126,14 +155,25 @@ def test_the_cap_of_the_helper_holds() -> None:
 @pytest.mark.parametrize("step", sampled((1, 37), (37,), "faults"))
 @pytest.mark.parametrize("fault", ["fail_allocation", "fail_copy"])
 @pytest.mark.parametrize(
-    ("text", "number"), [(STREAMED, 0), (STREAMED, 1), *(pytest.param(TWO, n, marks=pytest.mark.sweep("faults")) for n in range(3))]
+    ("text", "number"),
+    [
+        (STREAMED, 0),
+        (STREAMED, 1),
+        *(pytest.param(TWO, n, marks=pytest.mark.sweep("faults")) for n in range(3)),
+    ],
 )
-def test_after_an_error_at_any_allocation_or_copy_nothing_is_left(fault: str, text: str, number: int, step: int) -> None:
+def test_after_an_error_at_any_allocation_or_copy_nothing_is_left(
+    fault: str, text: str, number: int, step: int
+) -> None:
     of, own = case(*[1 << 30] * (2 if text == TWO else 1)), {"a": Small()}
     plan, device = planned(of, text)
     host, machine = Host(own, of, device), device.every[number].machine
     run(of, plan, host, device, CALLS)
-    count = machine.allocations if fault == "fail_allocation" else machine.copies_in + machine.copies_out + 4
+    count = (
+        machine.allocations
+        if fault == "fail_allocation"
+        else machine.copies_in + machine.copies_out + 4
+    )
     assert count > 4
     for at in range(1, count + 1, step):
         setattr(machine, fault, at)
@@ -142,4 +182,6 @@ def test_after_an_error_at_any_allocation_or_copy_nothing_is_left(fault: str, te
         assert getattr(caught.value, "helper", number) == number
         assert not any(each.allocated_bytes for each in device.every)
         assert all(map(untouched, own.values()))
-    assert torch.equal(run(of, plan, host, device, CALLS).outputs["x"], plain({"a": Small()}, CALLS))
+    assert torch.equal(
+        run(of, plan, host, device, CALLS).outputs["x"], plain({"a": Small()}, CALLS)
+    )

@@ -1,4 +1,5 @@
-"""Streaming keeps the result bitwise equal, stays within its planned bytes and time, and leaves nothing behind."""
+"""Streaming keeps the result bitwise equal, stays within its planned bytes and time, and leaves
+nothing behind."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def kept(count: int, of: str, total: int) -> str:
 
 
 def streamed(of: Problem, wide: int, thin: int, ring_bytes: int, steady: int) -> Plan:
-    """Loads ``wide`` and ``thin`` blocks of the two groups beforehand and streams the others through ``ring_bytes``."""
+    """Loads ``wide`` and ``thin`` blocks of the two groups beforehand and streams the others
+    through ``ring_bytes``."""
     keep = " ".join(filter(None, ("remainder[0]", kept(wide, "wide", 4), kept(thin, "thin", 6))))
     stream = f"stream a keep {keep} ring {ring_bytes} B" if wide + thin < 10 else ""
     return plan_of(
@@ -57,7 +59,9 @@ def streamed(of: Problem, wide: int, thin: int, ring_bytes: int, steady: int) ->
     )
 
 
-def follow_streamed(wide: int, thin: int, ring_bytes: int, on: Hardware = ON, calls: int = 3) -> tuple[Problem, Plan, Trace]:
+def follow_streamed(
+    wide: int, thin: int, ring_bytes: int, on: Hardware = ON, calls: int = 3
+) -> tuple[Problem, Plan, Trace]:
     module = Small()
     of = problem({"a": module}, [[use("a", calls, on)]], on)
     plan, device = streamed(of, wide, thin, ring_bytes, calls - 1), device_of(of)
@@ -71,34 +75,54 @@ def follow_streamed(wide: int, thin: int, ring_bytes: int, on: Hardware = ON, ca
 @pytest.mark.parametrize("wide", range(5))
 @pytest.mark.parametrize("thin", [0, 1, 3, 5, 6])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_every_number_of_kept_blocks_gives_the_same_bits_in_the_planned_bytes(wide: int, thin: int, depth: int) -> None:
+def test_every_number_of_kept_blocks_gives_the_same_bits_in_the_planned_bytes(
+    wide: int, thin: int, depth: int
+) -> None:
     ring_bytes = depth * (WIDE if wide < 4 else THIN)
     of, plan, trace = follow_streamed(wide, thin, ring_bytes)
     planned = simulate(of, plan)
     for expected, measured in zip(planned.slots, trace.slots, strict=True):
         assert measured.peak_bytes <= expected.peak_bytes
-        assert measured.calls == (0 if measured.part in ("load", "end") else 1 if measured.part == "first" else 2)
+        assert measured.calls == (
+            0 if measured.part in ("load", "end") else 1 if measured.part == "first" else 2
+        )
     assert trace.moved_bytes <= planned.moved_bytes
-    assert [e.detail for e in trace.events if e.kind == "stream"] == [e.detail for e in planned.events if e.kind == "stream"]
+    assert [e.detail for e in trace.events if e.kind == "stream"] == [
+        e.detail for e in planned.events if e.kind == "stream"
+    ]
 
 
-RINGS = [WIDE, WIDE + THIN, 2 * WIDE, 2 * WIDE + 256, 3 * WIDE - 256, 2 * WIDE + THIN, 5 * WIDE + 3 * THIN, 40 * WIDE]
+RINGS = [
+    WIDE,
+    WIDE + THIN,
+    2 * WIDE,
+    2 * WIDE + 256,
+    3 * WIDE - 256,
+    2 * WIDE + THIN,
+    5 * WIDE + 3 * THIN,
+    40 * WIDE,
+]
 
 
 @pytest.mark.parametrize("ring_bytes", RINGS)
 @pytest.mark.parametrize("flops", [1e9, 2e10, 1e13], ids=["compute-bound", "even", "copy-bound"])
 @pytest.mark.parametrize("start_seconds", [0.0, 50e-6])
-def test_the_clock_shows_the_simulated_seconds_for_any_ring(ring_bytes: int, flops: float, start_seconds: float) -> None:
+def test_the_clock_shows_the_simulated_seconds_for_any_ring(
+    ring_bytes: int, flops: float, start_seconds: float
+) -> None:
     """``start_seconds`` of a copy: half of what the bytes of a wide block take."""
     on = replace(hardware(flops=flops), copy_start_seconds=start_seconds, launch_seconds=1e-7)
     of, plan, trace = follow_streamed(1, 2, ring_bytes, on, calls=4)
     planned = simulate(of, plan)
     for expected, measured in zip(planned.slots, trace.slots, strict=True):
-        assert measured.end_seconds - measured.start_seconds == pytest.approx(expected.seconds, rel=0.03, abs=20e-6)
+        assert measured.end_seconds - measured.start_seconds == pytest.approx(
+            expected.seconds, rel=0.03, abs=20e-6
+        )
 
 
 def test_a_copy_into_the_ring_waits_for_the_block_that_lay_there() -> None:
-    """Ring of two wide blocks, compute slow: the copy of block n + 2 cannot start before block n was computed."""
+    """Ring of two wide blocks, compute slow: the copy of block n + 2 cannot start before block n
+    was computed."""
     on = hardware(flops=1e8)
     _, _, trace = follow_streamed(0, 6, 2 * WIDE, on, calls=2)
     seconds = use("a", 1, on).seconds[1]
@@ -141,7 +165,11 @@ def test_blocks_that_first_loads_and_keeps_come_in_call_order_with_the_streamed_
     assert torch.equal(trace.outputs["x"], plain({"a": Small()}, ["a"] * 3))
     first = [e.detail for e in trace.events if e.slot == 1 and e.kind in ("load", "stream")]
     assert first == ["wide.1", "wide.2", "wide.3", *(f"thin.{i}" for i in range(6))]
-    assert {e.detail for e in trace.events if e.slot == 1 and e.kind == "load"} == {"wide.2", "thin.3", "thin.5"}
+    assert {e.detail for e in trace.events if e.slot == 1 and e.kind == "load"} == {
+        "wide.2",
+        "thin.3",
+        "thin.5",
+    }
     assert trace.slots[1].peak_bytes <= simulate(of, plan).slots[1].peak_bytes
 
 
@@ -157,7 +185,11 @@ def prefetched(flops: float) -> tuple[Problem, Plan, Trace]:
 
 def test_prefetch_is_spread_between_the_streamed_blocks() -> None:
     _, _, trace = prefetched(2e10)
-    order = ["p" if e.kind == "load" else "s" for e in trace.events if e.slot == 2 and e.kind in ("load", "stream")]
+    order = [
+        "p" if e.kind == "load" else "s"
+        for e in trace.events
+        if e.slot == 2 and e.kind in ("load", "stream")
+    ]
     assert order.count("p") == 11
     assert order.count("s") == 30
     assert order[0] == "s", "streamed blocks come first"
@@ -170,7 +202,9 @@ def test_prefetch_is_spread_between_the_streamed_blocks() -> None:
 def test_prefetch_beside_streaming_takes_the_simulated_time(flops: float) -> None:
     of, plan, trace = prefetched(flops)
     for expected, measured in zip(simulate(of, plan).slots, trace.slots, strict=True):
-        assert measured.end_seconds - measured.start_seconds == pytest.approx(expected.seconds, rel=0.05, abs=30e-6)
+        assert measured.end_seconds - measured.start_seconds == pytest.approx(
+            expected.seconds, rel=0.05, abs=30e-6
+        )
         assert measured.peak_bytes <= expected.peak_bytes
 
 
@@ -202,7 +236,9 @@ def test_prefetch_without_streaming_is_issued_at_once_and_hides_behind_compute()
     computed = [e for e in trace.events if e.slot == 2 and e.kind == "run"]
     assert len(copies) == 11
     assert copies[0].start_seconds == pytest.approx(computed[0].start_seconds)
-    assert trace.slots[2].end_seconds == pytest.approx(computed[-1].end_seconds), "the copies are hidden"
+    assert trace.slots[2].end_seconds == pytest.approx(computed[-1].end_seconds), (
+        "the copies are hidden"
+    )
     assert trace.slots[3].moved_bytes == 0
 
 
@@ -226,18 +262,24 @@ def test_blocks_that_the_first_call_loads_wait_each_for_its_own_copy(flops: floa
     trace = run(of, plan, Host({"a": module}, of, device), device, ["a"])
     first = trace.slots[1].end_seconds - trace.slots[1].start_seconds
     remainder, _, thin = use("a", 1, on).seconds
-    assert first == pytest.approx(simulate(of, plan).slots[1].seconds, abs=remainder + 5e-6), "the head computes last here"
+    assert first == pytest.approx(simulate(of, plan).slots[1].seconds, abs=remainder + 5e-6), (
+        "the head computes last here"
+    )
     copies = {e.detail: e for e in trace.events if e.kind == "load"}
     call = next(e for e in trace.events if e.kind == "run")
     assert list(copies) == [path for k in of.components[0].groups for path in k.blocks]
-    assert call.start_seconds == pytest.approx(copies[""].end_seconds), "the call does not wait for its blocks, only they do"
+    assert call.start_seconds == pytest.approx(copies[""].end_seconds), (
+        "the call does not wait for its blocks, only they do"
+    )
     assert call.end_seconds >= copies["thin.5"].end_seconds + thin
 
 
 def test_two_components_that_alternate_stream_through_a_ring_each() -> None:
     modules = {"a": Small(), "b": Small(1)}
     of = problem(modules, [[use("a", 3, ON), use("b", 3, ON)]])
-    stream = "\n".join(f"stream {c} keep remainder[0] wide[{i}] ring {2 * WIDE} B" for c, i in (("a", 0), ("b", 2)))
+    stream = "\n".join(
+        f"stream {c} keep remainder[0] wide[{i}] ring {2 * WIDE} B" for c, i in (("a", 0), ("b", 2))
+    )
     plan = plan_of(
         of,
         f"""
@@ -263,14 +305,22 @@ def test_two_components_that_alternate_stream_through_a_ring_each() -> None:
         assert measured.peak_bytes <= expected.peak_bytes
 
 
-@pytest.mark.parametrize("skip", ["wide.1", "thin.5", "wide.0 wide.1 wide.2 wide.3", "thin.0 thin.2 thin.4 wide.3"])
+@pytest.mark.parametrize(
+    "skip", ["wide.1", "thin.5", "wide.0 wide.1 wide.2 wide.3", "thin.0 thin.2 thin.4 wide.3"]
+)
 def test_a_call_that_leaves_blocks_out_is_served(skip: str) -> None:
     module, expected = Small(), Small()
     module.skip = expected.skip = frozenset(skip.split())
     of = problem({"a": module}, [[use("a", 3, ON)]])
     device = device_of(of)
     for ring_bytes in (WIDE, 2 * WIDE, 3 * WIDE + 256, 9 * WIDE):
-        trace = run(of, streamed(of, 0, 0, ring_bytes, 2), Host({"a": module}, of, device), device, ["a"] * 3)
+        trace = run(
+            of,
+            streamed(of, 0, 0, ring_bytes, 2),
+            Host({"a": module}, of, device),
+            device,
+            ["a"] * 3,
+        )
         assert torch.equal(trace.outputs["x"], plain({"a": expected}, ["a"] * 3))
 
 
@@ -312,7 +362,9 @@ def test_more_calls_than_planned_are_streamed_too() -> None:
     module = Small()
     of = problem({"a": module}, [[use("a", 3, ON)]])
     device = device_of(of)
-    trace = run(of, streamed(of, 1, 1, 2 * WIDE, 2), Host({"a": module}, of, device), device, ["a"] * 6)
+    trace = run(
+        of, streamed(of, 1, 1, 2 * WIDE, 2), Host({"a": module}, of, device), device, ["a"] * 6
+    )
     assert torch.equal(trace.outputs["x"], plain({"a": Small()}, ["a"] * 6))
     assert trace.slots[2].calls == 5
 

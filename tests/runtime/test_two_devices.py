@@ -1,4 +1,5 @@
-"""Pipelines whose components lie on several devices: the plain pipeline's image, caps and time as planned, nothing left."""
+"""Pipelines whose components lie on several devices: the plain pipeline's image, caps and time as
+planned, nothing left."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ SPLITS = (
 
 
 def budgets(graph: Graph, helpers: int) -> tuple[list[int], str]:
-    """For the largest component with its own phases, and for a share of all others on each helper, so that no single device holds
-    the pipeline; and the largest component's name."""
+    """For the largest component with its own phases, and for a share of all others on each helper,
+    so that no single device holds the pipeline; and the largest component's name."""
     problem = graphrun.estimate(graph, vram="1G", ram="8G", hardware="sim", inputs=SMALL)
     *others, largest = sorted(problem.components, key=lambda component: component.weight_bytes())
     own, rest = list[int](), list[int]()
@@ -66,7 +67,14 @@ def test_a_session_keeps_what_no_single_device_holds(name: str, helpers: int) ->
     modules = {of: build(component, graph) for of, component in graph.components.items()}
     image = pixels(plain_image(graph, modules, graph.resolve(SMALL)))
     vram, largest = budgets(graph, helpers)
-    options = {"inputs": SMALL, "vram": vram, "ram": "8G", "hardware": "sim", "runs": 5, "keep": [largest]}
+    options = {
+        "inputs": SMALL,
+        "vram": vram,
+        "ram": "8G",
+        "hardware": "sim",
+        "runs": 5,
+        "keep": [largest],
+    }
     device = open_device(graphrun.estimate(graph, **options), check_ordering=True)
     with Session(graph, modules=modules, device=device, **options) as session:
         solution = session.solution
@@ -78,16 +86,32 @@ def test_a_session_keeps_what_no_single_device_holds(name: str, helpers: int) ->
             (solution.simulation.again, solution.simulation.again_seconds),
         ):
             trace = session.run()
-            assert np.array_equal(pixels(trace.outputs["image" if "image" in trace.outputs else "video"]), image)
-            assert trace.moved_bytes == pytest.approx(sum(slot.loaded_bytes + slot.streamed_bytes for slot in reports), rel=0.01)
-            decoding = [slot for slot in trace.slots if name == "wan-tiny" and slot.phase.startswith("decode")]
-            odd = sum(slot.end_seconds - slot.start_seconds for slot in decoding)  # on one device it is off by as much
-            odd -= sum(slot.seconds for slot in reports if decoding and slot.phase.startswith("decode"))
+            assert np.array_equal(
+                pixels(trace.outputs["image" if "image" in trace.outputs else "video"]), image
+            )
+            assert trace.moved_bytes == pytest.approx(
+                sum(slot.loaded_bytes + slot.streamed_bytes for slot in reports), rel=0.01
+            )
+            decoding = [
+                slot
+                for slot in trace.slots
+                if name == "wan-tiny" and slot.phase.startswith("decode")
+            ]
+            # on one device it is off by as much
+            odd = sum(slot.end_seconds - slot.start_seconds for slot in decoding)
+            odd -= sum(
+                slot.seconds for slot in reports if decoding and slot.phase.startswith("decode")
+            )
             assert trace.seconds - odd == pytest.approx(seconds, rel=0.03)
             moved.append(trace.moved_bytes)
             for planned, measured in trace.beside(reports):
                 assert measured.peak_bytes <= planned.peak_bytes <= solution.problem.effective_bytes
-                for peak, most, helper in zip(measured.helper_peaks, planned.helper_peaks, solution.problem.helpers, strict=True):
+                for peak, most, helper in zip(
+                    measured.helper_peaks,
+                    planned.helper_peaks,
+                    solution.problem.helpers,
+                    strict=True,
+                ):
                     assert peak <= most <= helper.effective_bytes
         assert moved[0] - moved[1] >= solution.chosen.component(largest).weight_bytes(), "it stays"
     assert [each.allocated_bytes for each in device.every] == [0] * (helpers + 1)
@@ -95,51 +119,91 @@ def test_a_session_keeps_what_no_single_device_holds(name: str, helpers: int) ->
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", sampled(SPLITS, SPLITS[:1], "helpers"), ids=str)
-def test_a_transformer_that_no_device_holds_is_split_and_not_streamed(case: tuple[str, tuple[float, ...]]) -> None:
+def test_a_transformer_that_no_device_holds_is_split_and_not_streamed(
+    case: tuple[str, tuple[float, ...]],
+) -> None:
     name, shares = case
     graph = graphrun.load(GRAPHS / f"{name}.yaml")
     modules = {of: build(component, graph) for of, component in graph.components.items()}
     image = pixels(plain_image(graph, modules, graph.resolve(SMALL)))
     whole = graphrun.estimate(graph, vram="1G", ram="8G", hardware="sim", inputs=SMALL)
     largest = max(whole.components, key=lambda component: component.weight_bytes())
-    vram = [int(share * largest.weight_bytes()) + most for share, most in zip(shares, working(whole, largest, shares), strict=True)]
+    vram = [
+        int(share * largest.weight_bytes()) + most
+        for share, most in zip(shares, working(whole, largest, shares), strict=True)
+    ]
     assert max(vram) < largest.weight_bytes() + max(working(whole, largest, shares))
-    # with less on the second of them, what one holds might be streamed as fast; the VAE of wan-tiny needs the main device
+    # with less on the second of them, what one holds might be streamed as fast; the VAE of wan-tiny
+    # needs the main device
     keep = [] if name == "wan-tiny" or (name, len(vram)) == ("flux-tiny", 2) else [largest.name]
-    options = {"inputs": SMALL, "vram": vram, "ram": "8G", "hardware": "sim", "runs": 100, "keep": keep}
+    options = {
+        "inputs": SMALL,
+        "vram": vram,
+        "ram": "8G",
+        "hardware": "sim",
+        "runs": 100,
+        "keep": keep,
+    }
     device = open_device(graphrun.estimate(graph, **options), check_ordering=True)
     with Session(graph, modules=modules, device=device, **options) as session:
         solution = session.solution
-        assert [split[:2] for split in solution.plan.splits] == [(largest.name, n) for n in range(1, len(shares))]
+        assert [split[:2] for split in solution.plan.splits] == [
+            (largest.name, n) for n in range(1, len(shares))
+        ]
         session.run()
         before = [each.machine.bytes_across for each in device.every]
         trace, reports = session.run(), solution.simulation.again
-        assert np.array_equal(pixels(trace.outputs["image" if "image" in trace.outputs else "video"]), image)
+        assert np.array_equal(
+            pixels(trace.outputs["image" if "image" in trace.outputs else "video"]), image
+        )
         for planned, measured in trace.beside(reports):
             assert measured.peak_bytes <= planned.peak_bytes <= solution.problem.effective_bytes
-            for peak, most, helper in zip(measured.helper_peaks, planned.helper_peaks, solution.problem.helpers, strict=True):
+            for peak, most, helper in zip(
+                measured.helper_peaks, planned.helper_peaks, solution.problem.helpers, strict=True
+            ):
                 assert peak <= most <= helper.effective_bytes
             if largest.name in planned.phase:
-                assert measured.end_seconds - measured.start_seconds == pytest.approx(planned.seconds, rel=3e-3, abs=1e-6)
-        assert [each.machine.bytes_across - at for each, at in zip(device.every, before, strict=True)] == crossed(solution.chosen)
-        assert trace.moved_bytes == pytest.approx(sum(slot.loaded_bytes + slot.streamed_bytes for slot in reports), rel=0.01)
-        denoise = next(slot for slot in reports if slot.phase == f"denoise/0:{largest.name}" and slot.part == "steady")
+                assert measured.end_seconds - measured.start_seconds == pytest.approx(
+                    planned.seconds, rel=3e-3, abs=1e-6
+                )
+        assert [
+            each.machine.bytes_across - at for each, at in zip(device.every, before, strict=True)
+        ] == crossed(solution.chosen)
+        assert trace.moved_bytes == pytest.approx(
+            sum(slot.loaded_bytes + slot.streamed_bytes for slot in reports), rel=0.01
+        )
+        denoise = next(
+            slot
+            for slot in reports
+            if slot.phase == f"denoise/0:{largest.name}" and slot.part == "steady"
+        )
         assert denoise.streamed_bytes == 0
     assert not any(each.allocated_bytes for each in device.every)
 
 
 def working(of: Problem, largest: ComponentNumbers, shares: Sequence[float]) -> list[int]:
-    """Bytes for the main device, and for helpers, beside shares of the weights of ``largest``: none, except where phases have more
-    activation than it has weights. Helpers have room for that of its own."""
+    """Bytes for the main device, and for helpers, beside shares of the weights of ``largest``:
+    none, except where phases have more activation than it has weights. Helpers have room for that
+    of its own."""
     nbytes = [
-        max(phase.first_bytes, phase.steady_bytes) + phase.live_in_bytes + of.value_bytes(n) for n, phase in enumerate(of.phases)
+        max(phase.first_bytes, phase.steady_bytes) + phase.live_in_bytes + of.value_bytes(n)
+        for n, phase in enumerate(of.phases)
     ]
-    own = [most for most, phase in zip(nbytes, of.phases, strict=True) if largest.name in {use.component for use in phase.uses}]
-    return [max(nbytes), *[max(own)] * (len(shares) - 1)] if max(nbytes) > largest.weight_bytes() else [0] * len(shares)
+    own = [
+        most
+        for most, phase in zip(nbytes, of.phases, strict=True)
+        if largest.name in {use.component for use in phase.uses}
+    ]
+    return (
+        [max(nbytes), *[max(own)] * (len(shares) - 1)]
+        if max(nbytes) > largest.weight_bytes()
+        else [0] * len(shares)
+    )
 
 
 def crossed(chosen: Problem) -> list[int]:
-    """Bytes that cross from the device and from each helper in one run, by the tensors that pass between blocks and other code."""
+    """Bytes that cross from the device and from each helper in one run, by the tensors that pass
+    between blocks and other code."""
     found = [0] * (1 + len(chosen.helpers))
     for use in (use for phase in chosen.phases for use in phase.uses):
         component = chosen.component(use.component)
@@ -153,23 +217,34 @@ def crossed(chosen: Problem) -> list[int]:
 
 
 class Faulty:
-    """One denoising step of a pipeline on a small picture over two devices, of which neither holds the largest component; run again
-    and again with one fault each."""
+    """One denoising step of a pipeline on a small picture over two devices, of which neither holds
+    the largest component; run again and again with one fault each."""
 
     def __init__(self, name: str) -> None:
         self.whole = TinyPipeline(name, {"steps": 1, "height": 32, "width": 32})
         largest = max(self.whole.problem.components, key=lambda component: component.weight_bytes())
         vram = [largest.weight_bytes() * 3 // 4, largest.weight_bytes() * 3 // 5]
-        options = {"inputs": self.whole.inputs, "vram": vram, "ram": "8G", "hardware": "sim", "keep": [largest.name]}
+        options = {
+            "inputs": self.whole.inputs,
+            "vram": vram,
+            "ram": "8G",
+            "hardware": "sim",
+            "keep": [largest.name],
+        }
         self.problem = graphrun.estimate(self.whole.graph, **options)
         solution = graphrun.plan(self.problem)
         self.plan = solution.plan
         assert self.plan.splits
         self.whole.device = self.device = open_device(self.problem)
-        self.whole.host = Host.of_graph(self.whole.graph, solution.chosen, self.device, self.whole.modules)
+        self.whole.host = Host.of_graph(
+            self.whole.graph, solution.chosen, self.device, self.whole.modules
+        )
         before = [each.machine.allocations for each in self.device.every]
         self.succeeds()
-        self.allocations = [each.machine.allocations - at for each, at in zip(self.device.every, before, strict=True)]
+        self.allocations = [
+            each.machine.allocations - at
+            for each, at in zip(self.device.every, before, strict=True)
+        ]
         gc.freeze()  # each failed run collects garbage, and the pipeline was imported only now
 
     def run(self) -> Trace:
@@ -179,7 +254,8 @@ class Faulty:
         assert np.array_equal(pixels(self.run().outputs["image"]), self.whole.image)
 
     def fails_clean(self, number: int, fault: str, at: int) -> bool:
-        """Whether the run had so many allocations or copies on the device ``number`` that one failed. Nothing is left then."""
+        """Whether the run had so many allocations or copies on the device ``number`` that one
+        failed. Nothing is left then."""
         setattr(self.device.every[number].machine, fault, at)
         told = None
         try:
@@ -191,7 +267,11 @@ class Faulty:
         assert "injected fault" in told[0]
         assert told[1] == number
         assert [each.allocated_bytes for each in self.device.every] == [0, 0]
-        assert all(of.device.type == "cpu" for module in self.whole.modules.values() for of in module.state_dict().values())
+        assert all(
+            of.device.type == "cpu"
+            for module in self.whole.modules.values()
+            for of in module.state_dict().values()
+        )
         return True
 
 
@@ -202,8 +282,12 @@ def faulty() -> Faulty:
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("which", sampled([(1, 150), *((n, 10) for n in range(1, 11))], [(1, 150)], "faults"), ids=str)
-def test_every_allocation_on_either_device_may_fail(faulty: Faulty, which: tuple[int, int], number: int) -> None:
+@pytest.mark.parametrize(
+    "which", sampled([(1, 150), *((n, 10) for n in range(1, 11))], [(1, 150)], "faults"), ids=str
+)
+def test_every_allocation_on_either_device_may_fail(
+    faulty: Faulty, which: tuple[int, int], number: int
+) -> None:
     """A tenth of them in each test."""
     first, step = which
     assert faulty.allocations[number] > 400
@@ -215,7 +299,9 @@ def test_every_allocation_on_either_device_may_fail(faulty: Faulty, which: tuple
 @pytest.mark.sweep("faults")
 @pytest.mark.parametrize("name", ["flux-tiny", "sdxl-tiny"])
 @pytest.mark.parametrize("number", [0, 1])
-def test_every_copy_to_or_from_either_device_may_fail(name: str, number: int, faulty: Faulty) -> None:
+def test_every_copy_to_or_from_either_device_may_fail(
+    name: str, number: int, faulty: Faulty
+) -> None:
     """Also those from one to the other, which both count."""
     of = faulty if name == "flux-tiny" else Faulty(name)
     machine = of.device.every[number].machine
@@ -228,30 +314,41 @@ def test_every_copy_to_or_from_either_device_may_fail(name: str, number: int, fa
         at += 1
     machine.fail_copy = None
     uses = [use for phase in chosen.phases for use in phase.uses]
-    split = [hop for use in uses for hop in crossings(use, chosen.component(use.component)).values()]
+    split = [
+        hop for use in uses for hop in crossings(use, chosen.component(use.component)).values()
+    ]
     assert at > copies + sum(len(hop.to) + len(hop.back) for hop in split) > copies
     of.succeeds()
 
 
 def test_an_encoder_that_returns_what_every_block_does_is_not_split() -> None:
-    problem = graphrun.estimate(graphrun.load(GRAPHS / "sdxl-tiny.yaml"), vram="1G,1G", hardware="sim", until="encode")
+    problem = graphrun.estimate(
+        graphrun.load(GRAPHS / "sdxl-tiny.yaml"), vram="1G,1G", hardware="sim", until="encode"
+    )
     assert [helpers_for(problem, component) for component in problem.components] == [(), ()]
 
 
 @pytest.fixture(scope="module")
 def flux() -> tuple[Graph, Problem]:
     graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
-    return graph, graphrun.estimate(graph, vram=budgets(graph, 1)[0], ram="8G", hardware="sim", inputs=SMALL)
+    return graph, graphrun.estimate(
+        graph, vram=budgets(graph, 1)[0], ram="8G", hardware="sim", inputs=SMALL
+    )
 
 
 @pytest.mark.sweep("helpers")
-def test_memory_that_vanishes_on_a_helper_has_the_remaining_stages_planned_again(flux: tuple[Graph, Problem]) -> None:
+def test_memory_that_vanishes_on_a_helper_has_the_remaining_stages_planned_again(
+    flux: tuple[Graph, Problem],
+) -> None:
     graph, problem = flux
     here = replace(problem, budget_bytes=problem.budget_bytes * 2)
     modules = {of: build(component, graph) for of, component in graph.components.items()}
     for name in ("text_encoder", "text_encoder_2"):
         there = tuple(v for v in here.component(name).variants if v.helper)
-        components = (replace(of, variants=(*there, of.variants[0])) if of.name == name else of for of in here.components)
+        components = (
+            replace(of, variants=(*there, of.variants[0])) if of.name == name else of
+            for of in here.components
+        )
         here = replace(here, components=tuple(components))
     solution = graphrun.plan(here)
     placed = [of.name for of in solution.chosen.components if of.variants[0].helper]
@@ -272,9 +369,15 @@ def test_memory_that_vanishes_on_a_helper_has_the_remaining_stages_planned_again
 
 
 @pytest.mark.sweep("helpers")
-def test_a_split_component_is_planned_again_with_less_on_the_helper(flux: tuple[Graph, Problem]) -> None:
+def test_a_split_component_is_planned_again_with_less_on_the_helper(
+    flux: tuple[Graph, Problem],
+) -> None:
     graph, _ = flux
-    nbytes = graphrun.estimate(graph, vram="1G", ram="8G", hardware="sim", inputs=SMALL).component("transformer").weight_bytes()
+    nbytes = (
+        graphrun.estimate(graph, vram="1G", ram="8G", hardware="sim", inputs=SMALL)
+        .component("transformer")
+        .weight_bytes()
+    )
     vram = [f"{nbytes // 2}B", f"{nbytes}B"]
     problem = graphrun.estimate(graph, vram=vram, ram="8G", hardware="sim", inputs=SMALL)
     modules = {of: build(component, graph) for of, component in graph.components.items()}
@@ -288,7 +391,9 @@ def test_a_split_component_is_planned_again_with_less_on_the_helper(flux: tuple[
 
     assert blocks
     group = next(of for of in problem.component(name).groups if of.name == blocks[0][0])
-    hook = modules[name].get_submodule(group.blocks[blocks[0][1][0]]).register_forward_pre_hook(lose)
+    hook = (
+        modules[name].get_submodule(group.blocks[blocks[0][1][0]]).register_forward_pre_hook(lose)
+    )
     trace = execute(solution, graph, graph.resolve(SMALL), device, modules, tell=told.append)
     hook.remove()
     assert np.array_equal(pixels(trace.outputs["image"]), expected)
@@ -299,8 +404,14 @@ def test_a_split_component_is_planned_again_with_less_on_the_helper(flux: tuple[
 @pytest.mark.sweep("helpers")
 def test_a_helper_reserves_the_pages_that_were_planned(flux: tuple[Graph, Problem]) -> None:
     graph, _ = flux
-    problem = graphrun.estimate(graph, vram=budgets(graph, 1)[0], ram="8G", hardware="sim:pages=0.0005", inputs=SMALL)
-    solution = graphrun.plan(replace(problem, components=tuple(_on_helper(problem, of.name) for of in problem.components)))
+    problem = graphrun.estimate(
+        graph, vram=budgets(graph, 1)[0], ram="8G", hardware="sim:pages=0.0005", inputs=SMALL
+    )
+    solution = graphrun.plan(
+        replace(
+            problem, components=tuple(_on_helper(problem, of.name) for of in problem.components)
+        )
+    )
     trace = graphrun.run(solution, graph, SMALL)
     pages = 2 * int(LARGE_PAGE_BYTES * problem.hardware.page_scale)
     for planned, measured in trace.beside(solution.simulation.slots):
@@ -309,9 +420,15 @@ def test_a_helper_reserves_the_pages_that_were_planned(flux: tuple[Graph, Proble
     assert any(slot.helper_pages[0] for slot in solution.simulation.slots)
 
 
-def test_a_plan_for_two_devices_runs_from_the_graph_alone_without_races(flux: tuple[Graph, Problem]) -> None:
+def test_a_plan_for_two_devices_runs_from_the_graph_alone_without_races(
+    flux: tuple[Graph, Problem],
+) -> None:
     graph, problem = flux
-    solution = graphrun.plan(replace(problem, components=tuple(_on_helper(problem, of.name) for of in problem.components)))
+    solution = graphrun.plan(
+        replace(
+            problem, components=tuple(_on_helper(problem, of.name) for of in problem.components)
+        )
+    )
     assert solution.chosen.component("vae").variants[0].name == "bfloat16 pinned device1"
     trace = graphrun.run(solution, graph, SMALL, check_ordering=True)
     assert not broken_caps(solution, trace)
@@ -321,4 +438,8 @@ def test_a_plan_for_two_devices_runs_from_the_graph_alone_without_races(flux: tu
 def _on_helper(problem: Problem, name: str) -> ComponentNumbers:
     """The component called ``name``; the VAE only as it may be on the helper."""
     of = problem.component(name)
-    return replace(of, variants=tuple(v for v in of.variants if v.helper), layers=None) if name == "vae" else of
+    return (
+        replace(of, variants=tuple(v for v in of.variants if v.helper), layers=None)
+        if name == "vae"
+        else of
+    )

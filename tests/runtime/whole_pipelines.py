@@ -1,4 +1,5 @@
-"""Tiny versions of whole pipelines: graph, plans, host memory, and the output of diffusers' own pipeline."""
+"""Tiny versions of whole pipelines: graph, plans, host memory, and the output of diffusers' own
+pipeline."""
 
 from __future__ import annotations
 
@@ -36,12 +37,15 @@ AMPLE = 1 << 40
 
 
 class TinyPipeline:
-    """The graph ``name``, estimated once for ``inputs``, with a device and host memory that all its runs share."""
+    """The graph ``name``, estimated once for ``inputs``, with a device and host memory that all its
+    runs share."""
 
     def __init__(self, name: str, inputs: Mapping[str, Any]) -> None:
         self.graph: Graph = load(GRAPHS / f"{name}.yaml")
         self.inputs = self.graph.resolve({"seed": 3, **inputs})
-        self.modules: dict[str, nn.Module] = {n: build(c, self.graph) for n, c in self.graph.components.items()}
+        self.modules: dict[str, nn.Module] = {
+            n: build(c, self.graph) for n, c in self.graph.components.items()
+        }
         self.kinds = {n: type(module) for n, module in self.modules.items()}
         self.image = pixels(plain_image(self.graph, self.modules, self.inputs))
         self._probed = probe(self.graph, self.inputs)
@@ -51,8 +55,14 @@ class TinyPipeline:
 
     def within(self, budget_bytes: int, *, by_layer: bool = False) -> Problem:
         """Its problem; only with ``by_layer`` may components be split into layers."""
-        found = problem_of(self.graph, self._probed, simulated(), Limits(budget_bytes, AMPLE), self.inputs)
-        return found if by_layer else replace(found, components=tuple(replace(c, layers=None) for c in found.components))
+        found = problem_of(
+            self.graph, self._probed, simulated(), Limits(budget_bytes, AMPLE), self.inputs
+        )
+        return (
+            found
+            if by_layer
+            else replace(found, components=tuple(replace(c, layers=None) for c in found.components))
+        )
 
     def smallest(self) -> Problem:
         """The problem with the smallest budget for which a plan exists."""
@@ -63,14 +73,22 @@ class TinyPipeline:
         return follow(solution_of(problem, plan), self.host, self.device, stages)
 
     def largest_with_activation(self) -> int:
-        """Bytes of the largest component and of the activation while it runs: what a run without streaming needs."""
+        """Bytes of the largest component and of the activation while it runs: what a run without
+        streaming needs."""
         largest = max(self.problem.components, key=lambda c: c.weight_bytes())
-        phases = [p for p in self.problem.phases if any(u.component == largest.name for u in p.uses)]
+        phases = [
+            p for p in self.problem.phases if any(u.component == largest.name for u in p.uses)
+        ]
         return largest.weight_bytes() + max(max(p.first_bytes, p.steady_bytes) for p in phases)
 
 
 def streamed(plan: Any) -> set[str]:
-    return {action.component for slot in plan.slots for action in slot.actions if isinstance(action, Stream)}
+    return {
+        action.component
+        for slot in plan.slots
+        for action in slot.actions
+        if isinstance(action, Stream)
+    }
 
 
 def planned(problem: Problem) -> Any:
@@ -83,13 +101,26 @@ def plain_image(graph: Graph, modules: Mapping[str, nn.Module], inputs: Mapping[
     parts = {name: build_part(part, graph) for name, part in graph.parts.items()}
     absent = dict.fromkeys(getattr(kind, "_optional_components", ()))
     known = inspect.signature(kind.__init__).parameters
-    things = {k: v for k, v in {**absent, **graph.pipeline_config, **modules, **parts}.items() if k in known}
+    things = {
+        k: v
+        for k, v in {**absent, **graph.pipeline_config, **modules, **parts}.items()
+        if k in known
+    }
     pipeline = kind(**things)
     pipeline.set_progress_bar_config(disable=True)
     accepted = inspect.signature(kind.__call__).parameters
-    batch = "num_videos_per_prompt" if "num_videos_per_prompt" in accepted else "num_images_per_prompt"
+    batch = (
+        "num_videos_per_prompt" if "num_videos_per_prompt" in accepted else "num_images_per_prompt"
+    )
     names = {"steps": "num_inference_steps", "frames": "num_frames", "batch": batch}
-    inputs = {**inputs, **{k: v for k, v in graph.stage("denoise").arguments.items() if not isinstance(v, Reference)}}
+    inputs = {
+        **inputs,
+        **{
+            k: v
+            for k, v in graph.stage("denoise").arguments.items()
+            if not isinstance(v, Reference)
+        },
+    }
     arguments = {names.get(k, k): v for k, v in inputs.items() if k != "seed" and v is not None}
     arguments = {k: v for k, v in arguments.items() if k in accepted}
     generator = torch.Generator("cpu").manual_seed(inputs["seed"])
@@ -97,22 +128,39 @@ def plain_image(graph: Graph, modules: Mapping[str, nn.Module], inputs: Mapping[
     return made[0] if len(made) == 1 else made
 
 
-def by_hand(graph: Graph, modules: Mapping[str, nn.Module], inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The outputs of a graph of calls, made by the libraries' own pipelines on the CPU, one after the other."""
+def by_hand(
+    graph: Graph, modules: Mapping[str, nn.Module], inputs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The outputs of a graph of calls, made by the libraries' own pipelines on the CPU, one after
+    the other."""
     made = {f"${name}": value for name, value in inputs.items()}
     for stage in graph.stages:
         if stage.op == "depth":
             processor = build_part(graph.parts["depth_processor"], graph)
-            estimate = DepthEstimationPipeline(model=modules["depth_estimator"], image_processor=processor)
-            made[f"${stage.name}.image"] = estimate(made[str(stage.arguments["image"])])["depth"].convert("RGB")
+            estimate = DepthEstimationPipeline(
+                model=modules["depth_estimator"], image_processor=processor
+            )
+            made[f"${stage.name}.image"] = estimate(made[str(stage.arguments["image"])])[
+                "depth"
+            ].convert("RGB")
             continue
         own = graph.pipeline_called(stage.pipeline)
         kind = resolve_class(own.class_path, graph.trust)
         parts = {name: build_part(part, graph) for name, part in graph.parts.items()}
-        found = {**dict.fromkeys(kind._optional_components), **own.named(modules), **own.named(parts)}
-        pipeline = kind(**{k: v for k, v in found.items() if k in inspect.signature(kind.__init__).parameters}, **own.config)
+        found = {
+            **dict.fromkeys(kind._optional_components),
+            **own.named(modules),
+            **own.named(parts),
+        }
+        pipeline = kind(
+            **{k: v for k, v in found.items() if k in inspect.signature(kind.__init__).parameters},
+            **own.config,
+        )
         pipeline.set_progress_bar_config(disable=True)
-        given = {name: made[str(of)] if isinstance(of, Reference) else of for name, of in stage.arguments.items()}
+        given = {
+            name: made[str(of)] if isinstance(of, Reference) else of
+            for name, of in stage.arguments.items()
+        }
         generator = torch.Generator().manual_seed(given.pop("seed"))
         if given.pop("tiling", False):
             pipeline.vae.enable_tiling()
@@ -121,24 +169,40 @@ def by_hand(graph: Graph, modules: Mapping[str, nn.Module], inputs: Mapping[str,
             given["output_type"] = kind_of
         out = pipeline(generator=generator, **given)
         for name in stage.outputs:
-            value = next(getattr(out, field) for field in (*FIELDS.get(name, (name,)), "images") if hasattr(out, field))
-            made[f"${stage.name}.{name}"] = value[0] if name in FIELDS and len(value) == 1 else value
+            value = next(
+                getattr(out, field)
+                for field in (*FIELDS.get(name, (name,)), "images")
+                if hasattr(out, field)
+            )
+            made[f"${stage.name}.{name}"] = (
+                value[0] if name in FIELDS and len(value) == 1 else value
+            )
     return {name: made[str(of)] for name, of in graph.outputs.items()}
 
 
 def same(ours: Any, theirs: Any) -> bool:
-    """Whether an output of a run and one of a pipeline are bit for bit the same pictures or sound."""
+    """Whether an output of a run and one of a pipeline are bit for bit the same pictures or
+    sound."""
     if hasattr(ours, "samples"):
-        return np.array_equal(ours.samples, theirs.float().numpy() if isinstance(theirs, torch.Tensor) else theirs)
+        return np.array_equal(
+            ours.samples, theirs.float().numpy() if isinstance(theirs, torch.Tensor) else theirs
+        )
     return np.array_equal(pixels(ours), pixels(theirs))
 
 
 def pixels(image: Any) -> np.ndarray[Any, Any]:
-    return np.stack([np.asarray(frame) for frame in image]) if isinstance(image, list) else np.asarray(image)
+    return (
+        np.stack([np.asarray(frame) for frame in image])
+        if isinstance(image, list)
+        else np.asarray(image)
+    )
 
 
-def ranges_of(machine: Machine, modules: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, range]:
-    """The numbers (from 1) of the allocations that happen inside each of ``modules`` in its first call during ``run``."""
+def ranges_of(
+    machine: Machine, modules: Mapping[str, nn.Module], run: Callable[[], object]
+) -> dict[str, range]:
+    """The numbers (from 1) of the allocations that happen inside each of ``modules`` in its first
+    call during ``run``."""
     start, found, hooks, opened = machine.allocations, dict[str, range](), [], dict[str, int]()
     for name, module in modules.items():
 

@@ -1,4 +1,5 @@
-"""Small graphs of the scenarios, and the same pipelines under diffusers' own offloading on the simulated accelerator."""
+"""Small graphs of the scenarios, and the same pipelines under diffusers' own offloading on the
+simulated accelerator."""
 
 from __future__ import annotations
 
@@ -69,33 +70,48 @@ class Encoding:
         self.graph = graph
         self.inputs = graph.resolve({})
         self._probed = probe(graph, self.inputs)
-        self.modules: dict[str, nn.Module] = {n: build(c, graph) for n, c in graph.components.items()}
+        self.modules: dict[str, nn.Module] = {
+            n: build(c, graph) for n, c in graph.components.items()
+        }
         self.ample = self.within(AMPLE)
         self.device: Any = open_device(self.ample)
         self.plain = encode(self.pipeline(torch.device("cpu")), self.inputs)
         self.host = Host.of_graph(graph, self.ample, self.device, self.modules)
 
     def within(self, budget_bytes: int, *, by_layer: bool = False) -> Problem:
-        found = problem_of(self.graph, self._probed, simulated(), Limits(budget_bytes, AMPLE), self.inputs)
-        return found if by_layer else replace(found, components=tuple(replace(c, layers=None) for c in found.components))
+        found = problem_of(
+            self.graph, self._probed, simulated(), Limits(budget_bytes, AMPLE), self.inputs
+        )
+        return (
+            found
+            if by_layer
+            else replace(found, components=tuple(replace(c, layers=None) for c in found.components))
+        )
 
     def smallest(self) -> Problem:
         return self.within(smallest_budget(self.ample))
 
     def run(self, problem: Problem, plan: Any) -> Trace:
-        return execute(solution_of(problem, plan), self.graph, self.inputs, self.device, host=self.host)
+        return execute(
+            solution_of(problem, plan), self.graph, self.inputs, self.device, host=self.host
+        )
 
     def pipeline(self, device: torch.device) -> Any:
         """diffusers' pipeline over modules of its own."""
         parts = {name: build_part(part, self.graph) for name, part in self.graph.parts.items()}
-        modules = {name: build(component, self.graph) for name, component in self.graph.components.items()}
+        modules = {
+            name: build(component, self.graph) for name, component in self.graph.components.items()
+        }
         return assemble(self.graph, modules, parts, device, partial=True)
 
 
 def encode(pipeline: Any, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """What the pipeline's own ``encode_prompt`` returns, with classifier-free guidance, on the host."""
+    """What the pipeline's own ``encode_prompt`` returns, with classifier-free guidance, on the
+    host."""
     with torch.no_grad():
-        found = pipeline.encode_prompt(inputs["prompt"], do_classifier_free_guidance=True, **_length(inputs))
+        found = pipeline.encode_prompt(
+            inputs["prompt"], do_classifier_free_guidance=True, **_length(inputs)
+        )
     return [tensor.cpu() for tensor in found]
 
 
@@ -105,12 +121,15 @@ def _length(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 def equal(one: Mapping[str, torch.Tensor], other: list[torch.Tensor]) -> bool:
     """The same tensors, bit for bit."""
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one.values(), other, strict=True))
+    return len(one) == len(other) and all(
+        torch.equal(a, b) for a, b in zip(one.values(), other, strict=True)
+    )
 
 
 @contextmanager
 def offloaded(pipeline: Any, tool: str = "model offload") -> Iterator[sim.Machine]:
-    """``pipeline`` under diffusers' own ``enable_model_cpu_offload``, or another mode of its, on the simulated accelerator."""
+    """``pipeline`` under diffusers' own ``enable_model_cpu_offload``, or another mode of its, on
+    the simulated accelerator."""
     plain = type(pipeline).__mro__[1]
     pipeline.__class__ = plain  # without the device override of `assemble`
     on = Sim(None)
@@ -121,7 +140,8 @@ def offloaded(pipeline: Any, tool: str = "model offload") -> Iterator[sim.Machin
 
 
 class Pages:
-    """What PyTorch's allocator would have reserved for what lives on ``machine``. ``trims``: bytes before, after, and allocated."""
+    """What PyTorch's allocator would have reserved for what lives on ``machine``. ``trims``: bytes
+    before, after, and allocated."""
 
     def __init__(self, machine: sim.Machine) -> None:
         self.reserved, self.trims = Caching(), list[tuple[int, int, int]]()
@@ -141,4 +161,6 @@ class Pages:
 
 
 def nbytes(*modules: nn.Module) -> int:
-    return sum(tensor.nbytes for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    return sum(
+        tensor.nbytes for module in modules for tensor in (*module.parameters(), *module.buffers())
+    )

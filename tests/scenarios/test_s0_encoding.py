@@ -1,4 +1,5 @@
-"""S0: only the prompt is encoded (HiDream's four encoders). What stays loaded, peaks of a second run, order of evictions."""
+"""S0: only the prompt is encoded (HiDream's four encoders). What stays loaded, peaks of a second
+run, order of evictions."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def loads(plan: Plan) -> dict[str, int]:
     """How often a component is loaded whole or in part, one per block named."""
     found: dict[str, int] = {}
     for action in (a for slot in plan.slots for a in slot.actions if isinstance(a, Load)):
-        found[action.component] = found.get(action.component, 0) + sum(len(indices) for _, indices in action.blocks or ())
+        found[action.component] = found.get(action.component, 0) + sum(
+            len(indices) for _, indices in action.blocks or ()
+        )
     return found
 
 
@@ -40,7 +43,11 @@ def evictions_before_a_use(of: object, plan: Plan) -> list[str]:
     found = []
     for slot in plan.slots:
         later = names[names.index(slot.phase) :] if slot.phase in names else []
-        found += [a.component for a in slot.actions if isinstance(a, Evict) and any(a.component in uses[name] for name in later)]
+        found += [
+            a.component
+            for a in slot.actions
+            if isinstance(a, Evict) and any(a.component in uses[name] for name in later)
+        ]
     return found
 
 
@@ -68,7 +75,9 @@ def test_s0_2_encoding_twice_has_the_peak_of_encoding_once(hidream: Encoding) ->
     assert [slot.peak_bytes for slot in first.slots] == [slot.peak_bytes for slot in second.slots]
 
 
-def test_s0_2_under_diffusers_offloading_the_second_time_holds_two_encoders(hidream: Encoding) -> None:
+def test_s0_2_under_diffusers_offloading_the_second_time_holds_two_encoders(
+    hidream: Encoding,
+) -> None:
     pipeline = hidream.pipeline(torch.device("cpu"))
     peaks = []
     with offloaded(pipeline) as machine:
@@ -91,7 +100,9 @@ def test_s0_2_guidance_peaks_at_the_largest_encoder_and_not_at_two(hidream: Enco
     within = hidream.within(heaviest)
     trace = hidream.run(within, solve(within).plan)
     assert trace.peak_bytes <= heaviest
-    assert all(phase.steady_calls == 1 for phase in of.phases), "each encoder is entered for the prompt and for its negative"
+    assert all(phase.steady_calls == 1 for phase in of.phases), (
+        "each encoder is entered for the prompt and for its negative"
+    )
 
 
 def refiner(room: float) -> tuple[object, Plan]:
@@ -101,7 +112,12 @@ def refiner(room: float) -> tuple[object, Plan]:
     uses = [[use("te", 1, on)], [use("vae", 1, on)], [use("unet", 20, on)], [use("vae", 1, on)]]
     whole = problem(modules, uses, on)
     one = whole.components[0].weight_bytes()
-    of = problem(modules, uses, on, int(room * one) + whole.phases[0].first_bytes + whole.phases[0].live_in_bytes)
+    of = problem(
+        modules,
+        uses,
+        on,
+        int(room * one) + whole.phases[0].first_bytes + whole.phases[0].live_in_bytes,
+    )
     return of, solve(of).plan
 
 
@@ -109,8 +125,12 @@ def test_s0_3_with_room_for_two_the_vae_stays_beside_the_unet_and_the_encoder_go
     of, plan = refiner(2.1)
     assert set(loads(plan)) == {"te", "vae", "unet"}
     assert not evictions_before_a_use(of, plan)
-    unet = next(i for i, slot in enumerate(plan.slots) if "unet" in slot.phase and slot.part == "first")
-    evicted = [a.component for slot in plan.slots[: unet + 1] for a in slot.actions if isinstance(a, Evict)]
+    unet = next(
+        i for i, slot in enumerate(plan.slots) if "unet" in slot.phase and slot.part == "first"
+    )
+    evicted = [
+        a.component for slot in plan.slots[: unet + 1] for a in slot.actions if isinstance(a, Evict)
+    ]
     assert "te" in evicted
 
 
@@ -121,11 +141,15 @@ def test_s0_3_with_room_for_one_the_vae_comes_twice() -> None:
 
 
 @pytest.mark.parametrize("name", ["flux-tiny", "sdxl-tiny"])
-def test_s0_4_an_unlimited_budget_evicts_nothing_that_is_used_again_and_loads_nothing_twice(make_problem, name: str) -> None:
+def test_s0_4_an_unlimited_budget_evicts_nothing_that_is_used_again_and_loads_nothing_twice(
+    make_problem, name: str
+) -> None:
     of = make_problem(name, 1 << 40)
     solution = solve(of)
     assert not evictions_before_a_use(of, solution.plan)
-    assert simulate(solution.problem, solution.plan).moved_bytes <= sum(c.weight_bytes() for c in of.components)
+    assert simulate(solution.problem, solution.plan).moved_bytes <= sum(
+        c.weight_bytes() for c in of.components
+    )
 
 
 class Reserving(SimulatedDevice):
@@ -142,19 +166,32 @@ class Reserving(SimulatedDevice):
 def test_s0_5_what_was_evicted_is_no_longer_reserved(flux: TinyPipeline) -> None:
     of, device = flux.within(flux.largest_with_activation() + (1 << 18)), Reserving()
     plan = solve(of).plan
-    slots = [slot.phase for slot in plan.slots if any(isinstance(a, Evict) and a.component == "transformer" for a in slot.actions)]
+    slots = [
+        slot.phase
+        for slot in plan.slots
+        if any(isinstance(a, Evict) and a.component == "transformer" for a in slot.actions)
+    ]
     assert slots == ["decode/0:vae"], "the picture is decoded when the transformer is gone"
     host = Host.of_graph(flux.graph, of, device, flux.modules)
     reserved: dict[str, int] = {}
     hooks = [
-        module.register_forward_pre_hook(lambda *_, name=name: reserved.update({name: device.pages.reserved.used_bytes}))
-        for name, module in (("transformer", flux.modules["transformer"].proj_out), ("vae", flux.modules["vae"].decoder))
+        module.register_forward_pre_hook(
+            lambda *_, name=name: reserved.update({name: device.pages.reserved.used_bytes})
+        )
+        for name, module in (
+            ("transformer", flux.modules["transformer"].proj_out),
+            ("vae", flux.modules["vae"].decoder),
+        )
     ]
-    trace = follow(solution_of(of, plan), host, device, stages_for(plan, flux.graph, flux.inputs, device, host))
+    trace = follow(
+        solution_of(of, plan), host, device, stages_for(plan, flux.graph, flux.inputs, device, host)
+    )
     for hook in hooks:
         hook.remove()
     assert np.array_equal(pixels(trace.outputs["image"]), flux.image)
     weights = nbytes(flux.modules["transformer"])
     assert reserved["transformer"] >= weights
-    assert reserved["vae"] < reserved["transformer"] - weights, "not only allocated: pages that nothing lies on are given back"
+    assert reserved["vae"] < reserved["transformer"] - weights, (
+        "not only allocated: pages that nothing lies on are given back"
+    )
     assert device.pages.reserved.used_bytes == 0

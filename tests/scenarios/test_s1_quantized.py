@@ -1,4 +1,5 @@
-"""S1: quantized components are loaded, streamed, evicted and released like others; unreleased memory is named."""
+"""S1: quantized components are loaded, streamed, evicted and released like others; unreleased
+memory is named."""
 
 from __future__ import annotations
 
@@ -15,7 +16,15 @@ from graphrun import sim
 from graphrun.errors import BrokenPlan
 from graphrun.graph.loading import load
 from graphrun.model.plan import Plan, parse
-from graphrun.model.problem import ALLOCATION_BYTES, BlockGroup, ComponentNumbers, PhaseNumbers, Problem, Use, Variant
+from graphrun.model.problem import (
+    ALLOCATION_BYTES,
+    BlockGroup,
+    ComponentNumbers,
+    PhaseNumbers,
+    Problem,
+    Use,
+    Variant,
+)
 from graphrun.modules.blocks import lay_out
 from graphrun.modules.build import build, draft
 from graphrun.profile.quantized import layer_tensors
@@ -74,7 +83,10 @@ class Encoder:
 
     def plan(self, streamed: bool) -> Plan:
         stream = f"stream te keep remainder[0] ring {self.ring} B" if streamed else ""
-        return parse(f"plan {self.problem.digest}\n" + TEXT.format(kept="remainder[0]" if streamed else "all", stream=stream))
+        return parse(
+            f"plan {self.problem.digest}\n"
+            + TEXT.format(kept="remainder[0]" if streamed else "all", stream=stream)
+        )
 
     def work(self) -> dict[str, torch.Tensor]:
         for _ in range(2):
@@ -82,7 +94,9 @@ class Encoder:
         return {"x": out.cpu()}
 
     def run(self, streamed: bool = False) -> Trace:
-        return follow(solution_of(self.problem, self.plan(streamed)), self.host, self.device, self.work)
+        return follow(
+            solution_of(self.problem, self.plan(streamed)), self.host, self.device, self.work
+        )
 
 
 @pytest.fixture(scope="module", params=PRECISIONS)
@@ -97,21 +111,29 @@ def test_s1_streamed_by_block_gives_the_bits_of_resident(encoder: Encoder) -> No
 
 
 def test_s1_1_what_cannot_move_is_in_every_later_slot_planned_and_measured() -> None:
-    """As int8 modules were before bitsandbytes 0.48. The same with one that moves: it is gone when the next one runs."""
+    """As int8 modules were before bitsandbytes 0.48. The same with one that moves: it is gone when
+    the next one runs."""
     modules = {"a": Small(), "b": Small(1)}
     plain = problem(modules, [[use("a", 1, hardware())], [use("b", 2, hardware())]])
     size = plain.components[0].weight_bytes()
-    stuck = replace(plain.components[0], variants=(replace(plain.components[0].variants[0], movable=False),))
+    stuck = replace(
+        plain.components[0], variants=(replace(plain.components[0].variants[0], movable=False),)
+    )
     pinned = replace(plain, components=(stuck, plain.components[1]))
     least = [smallest_budget(of) for of in (plain, pinned)]
     assert least[1] == least[0] + size
-    for of, later in ((replace(plain, budget_bytes=least[1] - 1), 0), (replace(pinned, budget_bytes=least[1]), size)):
+    for of, later in (
+        (replace(plain, budget_bytes=least[1] - 1), 0),
+        (replace(pinned, budget_bytes=least[1]), size),
+    ):
         plan, device = solve(of).plan, device_of(of)
         planned = simulate(of, plan)
         trace = run(of, plan, Host(modules, of, device), device, ["a", "b", "b"])
         slots = [number for number, slot in enumerate(plan.slots) if slot.phase.startswith("s1/0")]
         assert all(
-            (planned.slots[number].resident_bytes >= later) and (trace.slots[number].peak_bytes >= later) for number in slots
+            (planned.slots[number].resident_bytes >= later)
+            and (trace.slots[number].peak_bytes >= later)
+            for number in slots
         )
         assert trace.left_bytes == device.allocated_bytes == 0
     with pytest.raises(Infeasible):
@@ -127,8 +149,12 @@ def test_s1_2_release_returns_the_device_to_its_baseline(encoder: Encoder) -> No
 
 def test_s1_2_a_second_owner_of_a_weights_bytes_is_named_with_them(encoder: Encoder) -> None:
     layer = encoder.module.encoder.block[1].layer[0].SelfAttention.q
-    hook = layer.register_forward_hook(lambda module, args, out: setattr(module, "kept", module.weight.detach()))
-    nbytes = round_up(encoder.host.residencies["te"].buffer_bytes("encoder.block.1"), ALLOCATION_BYTES)
+    hook = layer.register_forward_hook(
+        lambda module, args, out: setattr(module, "kept", module.weight.detach())
+    )
+    nbytes = round_up(
+        encoder.host.residencies["te"].buffer_bytes("encoder.block.1"), ALLOCATION_BYTES
+    )
     try:
         with pytest.raises(BrokenPlan, match="stayed on the device after the run") as caught:
             encoder.run()
@@ -141,7 +167,10 @@ def test_s1_2_a_second_owner_of_a_weights_bytes_is_named_with_them(encoder: Enco
 
 
 def test_s1_3_aliases_are_counted_once_and_go_together(encoder: Encoder) -> None:
-    loaded = sum(round_up(encoder.host.residencies["te"].buffer_bytes(path), ALLOCATION_BYTES) for path in encoder.paths)
+    loaded = sum(
+        round_up(encoder.host.residencies["te"].buffer_bytes(path), ALLOCATION_BYTES)
+        for path in encoder.paths
+    )
     trace = encoder.run()
     assert trace.slots[0].peak_bytes == loaded + TOKENS_BYTES
     linear = encoder.plain.encoder.block[0].layer[0].SelfAttention.q.weight
@@ -162,7 +191,9 @@ def test_s1_4_its_size_is_measured_again_after_the_first_call(encoder: Encoder) 
     sizes = [event for event in trace.events if event.kind == "size"]
     assert [(event.component, event.detail) for event in sizes] == [("te", "after its first call")]
     grown = sizes[0].nbytes - (trace.slots[0].peak_bytes - TOKENS_BYTES)
-    assert grown == (1024 if encoder.precision == "int8" else 0), "8-bit layers keep the columns of their last call's outliers"
+    assert grown == (1024 if encoder.precision == "int8" else 0), (
+        "8-bit layers keep the columns of their last call's outliers"
+    )
     assert encoder.device.allocated_bytes == 0, "until they are evicted"
 
 
@@ -192,17 +223,26 @@ def build_again() -> nn.Module:
 
 
 def quantized_by_bitsandbytes(module: nn.Module, precision: str) -> nn.Module:
-    """Linear layers replaced and quantized by bitsandbytes' own ``to("cpu")``, but for T5's ``wo``, as transformers leaves it."""
+    """Linear layers replaced and quantized by bitsandbytes' own ``to("cpu")``, but for T5's ``wo``,
+    as transformers leaves it."""
     for path, child in list(module.named_modules()):
         if not isinstance(child, nn.Linear) or path.endswith("wo"):
             continue
         layer: Any
         if precision == "nf4":
-            layer = bnb.nn.Linear4bit(child.in_features, child.out_features, False, child.weight.dtype, False, "nf4")
-            layer.weight = bnb.nn.Params4bit(child.weight.data, False, quant_type="nf4", compress_statistics=False, module=layer)
+            layer = bnb.nn.Linear4bit(
+                child.in_features, child.out_features, False, child.weight.dtype, False, "nf4"
+            )
+            layer.weight = bnb.nn.Params4bit(
+                child.weight.data, False, quant_type="nf4", compress_statistics=False, module=layer
+            )
         else:
-            layer = bnb.nn.Linear8bitLt(child.in_features, child.out_features, False, has_fp16_weights=False, threshold=6.0)
-            layer.weight = bnb.nn.Int8Params(child.weight.data, has_fp16_weights=False, requires_grad=False)
+            layer = bnb.nn.Linear8bitLt(
+                child.in_features, child.out_features, False, has_fp16_weights=False, threshold=6.0
+            )
+            layer.weight = bnb.nn.Int8Params(
+                child.weight.data, has_fp16_weights=False, requires_grad=False
+            )
         parent, _, key = path.rpartition(".")
         setattr(module.get_submodule(parent), key, layer.to("cpu").eval())
     return module.requires_grad_(False)

@@ -1,4 +1,5 @@
-"""S2: streaming. Device from the plan, one mover per module, same bits, planned bytes, time not underestimated."""
+"""S2: streaming. Device from the plan, one mover per module, same bits, planned bytes, time not
+underestimated."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from graphrun.verify.simulate import simulate
 @pytest.fixture(scope="module", params=["cogview4-tiny", "wan-tiny"])
 def whole(request: pytest.FixtureRequest) -> TinyPipeline:
     """A GLM encoder and guidance in two calls; a video whose frames pass the decoder one by one."""
-    long = "a lighthouse at dusk, " * 8  # a plan is for the longest text, and CogView4 pads no further than a text goes
+    # a plan is for the longest text, and CogView4 pads no further than a text goes
+    long = "a lighthouse at dusk, " * 8
     texts = {"prompt": long, "negative_prompt": long} if request.param == "cogview4-tiny" else {}
     return TinyPipeline(request.param, {"steps": 2, **texts})
 
@@ -33,7 +35,9 @@ def test_s2_1_the_device_is_the_plans_although_the_parameters_are_elsewhere() ->
     device = device_of(of)
     host = Host(modules, of, device)
     seen: list[tuple[str, str]] = []
-    modules["a"].inside = lambda _: seen.append((modules["a"].device.type, modules["a"].wide[0].up.weight.device.type))
+    modules["a"].inside = lambda _: seen.append(
+        (modules["a"].device.type, modules["a"].wide[0].up.weight.device.type)
+    )
     run(of, plan_of(of, PREFETCH.format(ring=2 * WIDE)), host, device, ["a"] * 4 + ["b"])
     assert seen == [("sim", "cpu")] * 4
 
@@ -43,7 +47,9 @@ def test_s2_1_under_accelerates_offloading_the_device_is_meta() -> None:
     assert next(module.parameters()).device.type == "meta"
 
 
-def test_s2_2_a_module_that_accelerate_moves_is_refused_before_the_run(make_problem: Any, dry: Any) -> None:
+def test_s2_2_a_module_that_accelerate_moves_is_refused_before_the_run(
+    make_problem: Any, dry: Any
+) -> None:
     graph, _, _ = dry("flux-tiny")
     from graphrun.modules.build import build
 
@@ -54,7 +60,9 @@ def test_s2_2_a_module_that_accelerate_moves_is_refused_before_the_run(make_prob
 
 
 @pytest.mark.parametrize("room", [0.0, 0.5])
-def test_s2_3_streamed_output_is_the_plain_pipelines_and_s2_4_the_peak_is_the_plans(whole: TinyPipeline, room: float) -> None:
+def test_s2_3_streamed_output_is_the_plain_pipelines_and_s2_4_the_peak_is_the_plans(
+    whole: TinyPipeline, room: float
+) -> None:
     least = whole.smallest().budget_bytes
     of = whole.within(int(least + room * (whole.largest_with_activation() - least)))
     plan = planned(of)
@@ -74,9 +82,12 @@ def test_s2_3_resident_output_is_the_same(whole: TinyPipeline) -> None:
 
 
 def test_s2_4_tables_and_rings_are_counted(whole: TinyPipeline) -> None:
-    """The largest leaf, an embedding table, is never streamed: it is resident in every slot of its component."""
+    """The largest leaf, an embedding table, is never streamed: it is resident in every slot of its
+    component."""
     numbers = whole.problem.component("text_encoder")
-    remainder_bytes = numbers.variants[0].block_bytes[[k.name for k in numbers.groups].index("remainder")]
+    remainder_bytes = numbers.variants[0].block_bytes[
+        [k.name for k in numbers.groups].index("remainder")
+    ]
     module = whole.modules["text_encoder"]
     table = max(m.weight.nbytes for m in module.modules() if isinstance(m, torch.nn.Embedding))
     assert remainder_bytes >= table

@@ -1,4 +1,5 @@
-"""S3 on the host: RAM is budgeted. Backing stores without later use are dropped; what does not fit is read from disk."""
+"""S3 on the host: RAM is budgeted. Backing stores without later use are dropped; what does not fit
+is read from disk."""
 
 from __future__ import annotations
 
@@ -33,17 +34,31 @@ class Stored:
         self.whole = TinyPipeline("flux-tiny", {"steps": 1, "height": 32, "width": 32})
         for name, module in self.whole.modules.items():
             module.save_pretrained(folder / name)  # type: ignore[operator]
-        components = {name: replace(c, source=str(folder / name)) for name, c in self.whole.graph.components.items()}
+        components = {
+            name: replace(c, source=str(folder / name))
+            for name, c in self.whole.graph.components.items()
+        }
         self.graph: Graph = replace(self.whole.graph, components=components)
         self.probed = probe(self.graph, self.whole.inputs)
 
     def within(
-        self, ram_bytes: int, backing_stores: tuple[str, ...] = ("pinned", "pageable", "disk"), budget_bytes: int = AMPLE
+        self,
+        ram_bytes: int,
+        backing_stores: tuple[str, ...] = ("pinned", "pageable", "disk"),
+        budget_bytes: int = AMPLE,
     ) -> Problem:
         limits = Limits(budget_bytes, ram_bytes, pinned_bytes=AMPLE)
         problem = problem_of(self.graph, self.probed, simulated(), limits, self.whole.inputs)
-        chosen = {c.name: tuple(v for v in c.variants if v.backing_store in backing_stores) for c in problem.components}
-        return replace(problem, components=tuple(replace(c, variants=chosen[c.name], layers=None) for c in problem.components))
+        chosen = {
+            c.name: tuple(v for v in c.variants if v.backing_store in backing_stores)
+            for c in problem.components
+        }
+        return replace(
+            problem,
+            components=tuple(
+                replace(c, variants=chosen[c.name], layers=None) for c in problem.components
+            ),
+        )
 
     def sizes(self) -> dict[str, int]:
         return {c.name: c.variants[0].host_bytes for c in self.within(AMPLE).components}
@@ -78,7 +93,9 @@ def test_s3_1_without_a_disk_it_is_infeasible_and_says_what_binds(stored: Stored
 
 def test_s3_2_a_component_without_a_later_use_is_dropped_when_ram_binds(stored: Stored) -> None:
     sizes = stored.sizes()
-    problem = stored.within(sizes["transformer"] + sizes["text_encoder_2"] // 2, backing_stores=("pinned",))
+    problem = stored.within(
+        sizes["transformer"] + sizes["text_encoder_2"] // 2, backing_stores=("pinned",)
+    )
     plan = solve(problem).plan
     dropped = [a.component for slot in plan.slots for a in slot.actions if isinstance(a, Drop)]
     read = [a.component for slot in plan.slots for a in slot.actions if isinstance(a, Read)]
@@ -86,7 +103,10 @@ def test_s3_2_a_component_without_a_later_use_is_dropped_when_ram_binds(stored: 
     assert set(read) == set(sizes)
     trace = stored.run(problem, plan)
     assert trace.host_bytes < sum(sizes.values())
-    assert sum(event.nbytes for event in trace.events if event.kind == "drop") >= sizes["text_encoder_2"]
+    assert (
+        sum(event.nbytes for event in trace.events if event.kind == "drop")
+        >= sizes["text_encoder_2"]
+    )
 
 
 def test_s3_2_with_ram_to_spare_nothing_is_dropped_before_the_end(stored: Stored) -> None:
@@ -97,10 +117,13 @@ def test_s3_2_with_ram_to_spare_nothing_is_dropped_before_the_end(stored: Stored
 
 
 def test_s3_4_what_the_plan_did_not_count_on_is_refused_and_not_spilled(flux: TinyPipeline) -> None:
-    """Another program's memory, or a low estimate: the device has the budget and no more, and a run that meets it stops there."""
+    """Another program's memory, or a low estimate: the device has the budget and no more, and a run
+    that meets it stops there."""
     problem = flux.smallest()
     plan, wanted = solve(problem).plan, problem.effective_bytes
-    hook = flux.modules["transformer"].register_forward_pre_hook(lambda *_: setattr(flux, "more", flux.device.allocate(wanted)))
+    hook = flux.modules["transformer"].register_forward_pre_hook(
+        lambda *_: setattr(flux, "more", flux.device.allocate(wanted))
+    )
     try:
         with pytest.raises(OutOfMemory, match="denoise/0:transformer first"):
             flux.run(problem, plan)

@@ -22,12 +22,16 @@ WARM = 20  # runs after which Python's own caches (classes, code, free lists) ar
 
 
 def test_s3_3_a_hundred_runs_have_equal_actions_peaks_and_seconds_and_no_drift() -> None:
-    """Python's heap is counted in objects and in blocks: tracemalloc sees what was allocated since it began alone, so that whatever
-    replaces something older looks as if it had been added (12 KB a run, the first ten runs)."""
+    """Python's heap is counted in objects and in blocks: tracemalloc sees what was allocated since
+    it began alone, so that whatever replaces something older looks as if it had been added (12 KB a
+    run, the first ten runs)."""
     modules = {"a": Small(), "b": Small(1)}
     of = problem(modules, [[use("a", 2, hardware())], [use("b", 1, hardware())]])
     device = device_of(of)
-    host, plan = Host(modules, of, device), plan_of(of, PREFETCH.replace("x3", "x1").format(ring=2 * WIDE))
+    host, plan = (
+        Host(modules, of, device),
+        plan_of(of, PREFETCH.replace("x3", "x1").format(ring=2 * WIDE)),
+    )
     calls = ["a"] * 2 + ["b"]
     told, first, worst = set(), [], 1.0
     objects = blocks = rss_bytes = 0
@@ -38,8 +42,13 @@ def test_s3_3_a_hundred_runs_have_equal_actions_peaks_and_seconds_and_no_drift()
         told.add(hash((actions, tuple(s.peak_bytes for s in trace.slots), trace.tiers)))
         seconds = [slot.end_seconds - slot.start_seconds for slot in trace.slots]
         first = first or seconds
-        worst = max(worst, *((mine + 1e-9) / (other + 1e-9) for mine, other in zip(seconds, first, strict=True)))
-        assert all(tier.before_bytes == tier.after_bytes for tier in trace.tiers), "device, arenas, pinned"
+        worst = max(
+            worst,
+            *((mine + 1e-9) / (other + 1e-9) for mine, other in zip(seconds, first, strict=True)),
+        )
+        assert all(tier.before_bytes == tier.after_bytes for tier in trace.tiers), (
+            "device, arenas, pinned"
+        )
         del trace, actions, seconds
         if number in (WARM, RUNS - 1):
             gc.collect()
@@ -59,10 +68,13 @@ def glm(tmp_path_factory: pytest.TempPathFactory) -> Encoding:
 
 
 def test_s4_1_no_input_goes_where_a_parameter_is(glm: Encoding) -> None:
-    """What pipelines do (``input_ids.to(self.text_encoder.device)``) goes to the plan's device; weights are on the host."""
+    """What pipelines do (``input_ids.to(self.text_encoder.device)``) goes to the plan's device;
+    weights are on the host."""
     seen: list[tuple[str, str]] = []
     module = glm.modules["text_encoder"]
-    hook = module.register_forward_pre_hook(lambda m, args: seen.append((m.device.type, args[0].device.type)))
+    hook = module.register_forward_pre_hook(
+        lambda m, args: seen.append((m.device.type, args[0].device.type))
+    )
     of = glm.smallest()
     try:
         glm.run(of, solve(of).plan)
@@ -77,12 +89,21 @@ def test_s4_1_under_accelerates_offloading_the_inputs_go_to_meta(glm: Encoding) 
     accelerate.cpu_offload(pipeline.text_encoder, "cpu")
     assert pipeline.text_encoder.device.type == "meta"
     with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
-        pipeline.text_encoder(torch.ones(1, 16, dtype=torch.long).to(pipeline.text_encoder.device)).last_hidden_state.cpu()
-    assert all(torch.equal(a, b) for a, b in zip(encode(glm.pipeline(torch.device("cpu")), glm.inputs), glm.plain, strict=True))
+        pipeline.text_encoder(
+            torch.ones(1, 16, dtype=torch.long).to(pipeline.text_encoder.device)
+        ).last_hidden_state.cpu()
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(
+            encode(glm.pipeline(torch.device("cpu")), glm.inputs), glm.plain, strict=True
+        )
+    )
 
 
 @pytest.mark.parametrize("mode", ["resident", "swapped", "by block", "by layer"])
-def test_s4_2_glm_gives_the_same_bits_resident_swapped_and_streamed(glm: Encoding, mode: str) -> None:
+def test_s4_2_glm_gives_the_same_bits_resident_swapped_and_streamed(
+    glm: Encoding, mode: str
+) -> None:
     of = glm.smallest() if mode == "by block" else glm.ample
     if mode == "by layer":
         whole = glm.within(AMPLE, by_layer=True)
@@ -92,11 +113,17 @@ def test_s4_2_glm_gives_the_same_bits_resident_swapped_and_streamed(glm: Encodin
     of, plan = solution.problem, solution.plan
     if mode == "swapped":  # loaded whole before the first call, no copies during compute
         text = "slot encode/0:text_encoder load\n  load text_encoder all from pinned\nslot encode/0:text_encoder first\n  run\n"
-        plan = plan_of(of, text + "slot encode/0:text_encoder steady x1\n  run\nslot end\n  evict text_encoder all")
+        plan = plan_of(
+            of,
+            text
+            + "slot encode/0:text_encoder steady x1\n  run\nslot end\n  evict text_encoder all",
+        )
     actions = [a for slot in plan.slots for a in slot.actions]
     assert any(isinstance(a, Stream) for a in actions) == mode.startswith("by")
     assert any(isinstance(a, Load) for a in actions) or mode == "by layer"
-    assert of.component("text_encoder").granularity == ("layers" if mode == "by layer" else "blocks")
+    assert of.component("text_encoder").granularity == (
+        "layers" if mode == "by layer" else "blocks"
+    )
     trace = glm.run(of, plan)
     assert equal(trace.outputs["embeds"], glm.plain)
     assert trace.left_bytes == glm.device.allocated_bytes == 0

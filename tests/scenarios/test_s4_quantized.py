@@ -1,4 +1,5 @@
-"""S4.3: bitsandbytes' 4-bit layers are never streamed one by one. A plan that requires it is refused before the run."""
+"""S4.3: bitsandbytes' 4-bit layers are never streamed one by one. A plan that requires it is
+refused before the run."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ T5 = "text_encoder_2"
 def encoding(*precisions: str) -> Problem:
     """FLUX's encoders in small, T5 in one of ``precisions``: their blocks decide what is needed."""
     whole = load(GRAPHS / "flux-tiny.yaml").until("encode")
-    graph = replace(whole, components={**whole.components, T5: replace(whole.components[T5], precision=precisions)})
+    graph = replace(
+        whole,
+        components={**whole.components, T5: replace(whole.components[T5], precision=precisions)},
+    )
     inputs = graph.resolve({})
     return problem_of(graph, probe(graph, inputs), simulated(), Limits(AMPLE, AMPLE), inputs)
 
@@ -55,18 +59,26 @@ def test_s4_3_8_bit_layers_pass_one_by_one() -> None:
 def test_s4_3_a_plan_that_says_so_is_refused() -> None:
     both = encoding("bfloat16", "nf4")
     names = [variant.name for variant in both.component(T5).variants]
-    assert [both.component(T5).held_as(name).layers is None for name in names] == ["nf4" in name for name in names]
+    assert [both.component(T5).held_as(name).layers is None for name in names] == [
+        "nf4" in name for name in names
+    ]
     least = solve(replace(both, budget_bytes=smallest_budget(both)))
     assert least.problem.component(T5).granularity == "layers"
     nf4 = next(name for name in names if "nf4" in name)
-    told = replace(least.plan, variants=tuple((name, nf4 if name == T5 else chosen) for name, chosen in least.plan.variants))
+    told = replace(
+        least.plan,
+        variants=tuple(
+            (name, nf4 if name == T5 else chosen) for name, chosen in least.plan.variants
+        ),
+    )
     refused = [violation.rule for violation in check(replace(least.problem, allow=("nf4",)), told)]
     assert "not-streamable" in refused
     assert check(least.problem, least.plan) == ()
 
 
 def test_s4_3_under_accelerates_offloading_4_bit_fails_while_it_runs() -> None:
-    """diffusers' sequential offloading is this for every component; no bitsandbytes layer gets to `sim` by itself."""
+    """diffusers' sequential offloading is this for every component; no bitsandbytes layer gets to
+    `sim` by itself."""
     module = quantized_by_bitsandbytes(build_again(), "nf4")
     for layer in module.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):

@@ -60,7 +60,14 @@ def test_errors_of_devices_are_those_of_the_api(tmp_path: Path) -> None:
 
     settings = Settings((Path("flux-tiny"),), (), {}, (), tmp_path, "none", tmp_path, {}, "1")
     worker = Failing(settings, lambda kind, **content: told.append((kind, content)))
-    own: dict[str, Any] = {"inputs": {}, "folder": tmp_path, "suffix": ".png", "preview": False, "budgets": {}, "beside": ()}
+    own: dict[str, Any] = {
+        "inputs": {},
+        "folder": tmp_path,
+        "suffix": ".png",
+        "preview": False,
+        "budgets": {},
+        "beside": (),
+    }
     errors = [DeviceLost("its process died"), OutOfMemory("full"), StageError("no such guidance")]
     for _ in range(4):
         worker.run("1", ("flux-tiny", 1.0), graph="flux-tiny", **own)
@@ -77,11 +84,19 @@ def test_pictures_come_from_the_actors_of_a_cluster_whichever_of_them_dies(
     serving: Any, tmp_path: Path, cluster: Path, record_property: Any
 ) -> None:
     with serving(tmp_path, "--cluster", str(cluster), "--reuse", "none", budgets=()) as server:
-        about: dict[str, Any] = {"base_url": f"{server.url}/v1", "api_key": "a key for tests", "max_retries": 0, "timeout": 600}
+        about: dict[str, Any] = {
+            "base_url": f"{server.url}/v1",
+            "api_key": "a key for tests",
+            "max_retries": 0,
+            "timeout": 600,
+        }
 
         async def ask(seeds: range) -> list[Any]:
             async with openai.AsyncOpenAI(**about) as client:
-                asked = (client.images.generate(prompt=f"prompt {seed}", extra_body={"seed": seed}) for seed in seeds)
+                asked = (
+                    client.images.generate(prompt=f"prompt {seed}", extra_body={"seed": seed})
+                    for seed in seeds
+                )
                 return await asyncio.gather(*asked)
 
         def actors() -> list[psutil.Process]:
@@ -100,7 +115,8 @@ def test_pictures_come_from_the_actors_of_a_cluster_whichever_of_them_dies(
         graph = graphrun.load(tmp_path / "graphs" / "flux-tiny.yaml")
         children = psutil.Process(server.process.pid).children(recursive=True)
         assert server.stop() == 0
-        assert psutil.wait_procs(children, 120)[1] == []  # Ray's agents look from time to time whether their parent lives
+        # Ray's agents look from time to time whether their parent lives
+        assert psutil.wait_procs(children, 120)[1] == []
     requests = [{"prompt": f"prompt {seed}", "seed": seed} for seed in range(12)]
     single = graphrun.run_many(graph, requests, vram="4M", ram="8G", hardware="sim", reuse="none")
     for number, found in enumerate([*first, *later], 1):
@@ -109,5 +125,7 @@ def test_pictures_come_from_the_actors_of_a_cluster_whichever_of_them_dies(
         peaks = found.graphrun["peak_bytes"]
         assert peaks["measured"] <= peaks["planned"] <= 4 * 2**20
     together = [found.graphrun["together"] for found in (*first, *later)]
-    record_property("figures", {"requests": 12, "actors killed": len(before), "most together": max(together)})
+    record_property(
+        "figures", {"requests": 12, "actors killed": len(before), "most together": max(together)}
+    )
     assert max(together) > 1

@@ -23,7 +23,9 @@ URL = "/v1/images/generations"
 
 
 def client_of(port: Any) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{port.number}", headers=HEADERS, timeout=60)
+    return httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{port.number}", headers=HEADERS, timeout=60
+    )
 
 
 async def until(holds: Any) -> None:
@@ -33,7 +35,9 @@ async def until(holds: Any) -> None:
 
 def waiting(port: Any) -> float:
     """Requests that wait for a plan."""
-    (found,) = re.findall(r"^graphrun_planning_requests (\S+)$", port.service.metrics.text().decode(), re.MULTILINE)
+    (found,) = re.findall(
+        r"^graphrun_planning_requests (\S+)$", port.service.metrics.text().decode(), re.MULTILINE
+    )
     return float(found)
 
 
@@ -45,10 +49,16 @@ def planned(port: Any) -> None:
 
 
 def refused(answer: httpx.Response) -> bool:
-    return (answer.status_code, answer.json()["error"]["code"], answer.headers["retry-after"]) == (503, "stopping", "10")
+    return (answer.status_code, answer.json()["error"]["code"], answer.headers["retry-after"]) == (
+        503,
+        "stopping",
+        "10",
+    )
 
 
-def test_requests_that_wait_for_a_plan_are_refused_when_the_drain_ends(port_of: Any, tmp_path: Path, capfd: Any) -> None:
+def test_requests_that_wait_for_a_plan_are_refused_when_the_drain_ends(
+    port_of: Any, tmp_path: Path, capfd: Any
+) -> None:
     async def ask() -> list[httpx.Response]:
         async with port_of(tmp_path, drain_seconds=0.2) as port, client_of(port) as client:
             asked = [asyncio.ensure_future(client.post(URL, json=ASK)) for _ in range(3)]
@@ -62,7 +72,9 @@ def test_requests_that_wait_for_a_plan_are_refused_when_the_drain_ends(port_of: 
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_request_whose_plan_comes_during_the_drain_is_admitted(port_of: Any, tmp_path: Path, capfd: Any) -> None:
+def test_a_request_whose_plan_comes_during_the_drain_is_admitted(
+    port_of: Any, tmp_path: Path, capfd: Any
+) -> None:
     async def ask() -> None:
         async with port_of(tmp_path, drain_seconds=60) as port, client_of(port) as client:
             asked = asyncio.ensure_future(client.post(URL, json=ASK))
@@ -82,7 +94,9 @@ def test_a_request_whose_plan_comes_during_the_drain_is_admitted(port_of: Any, t
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_client_that_leaves_while_its_request_is_planned_holds_no_drain_up(port_of: Any, tmp_path: Path) -> None:
+def test_a_client_that_leaves_while_its_request_is_planned_holds_no_drain_up(
+    port_of: Any, tmp_path: Path
+) -> None:
     async def ask() -> None:
         async with port_of(tmp_path, drain_seconds=60) as port, client_of(port) as client:
             asked = [asyncio.ensure_future(client.post(URL, json=ASK)) for _ in range(2)]
@@ -98,7 +112,9 @@ def test_a_client_that_leaves_while_its_request_is_planned_holds_no_drain_up(por
     asyncio.run(ask())
 
 
-def test_a_request_whose_body_comes_while_the_server_ends_is_refused(port_of: Any, tmp_path: Path, capfd: Any) -> None:
+def test_a_request_whose_body_comes_while_the_server_ends_is_refused(
+    port_of: Any, tmp_path: Path, capfd: Any
+) -> None:
     """uvicorn cancels what is left 5 s after the server was told to end."""
 
     async def ask() -> bytes:
@@ -119,10 +135,17 @@ def test_a_request_whose_body_comes_while_the_server_ends_is_refused(port_of: An
 
 @pytest.mark.sweep("serve")
 @pytest.mark.parametrize(("drain", "resumes"), [("300s", True), ("1s", False)])
-def test_sigterm_while_a_request_is_planned(serving: Any, tmp_path: Path, drain: str, resumes: bool) -> None:
-    """Three requests wait for a planner that is stopped by SIGSTOP. Where it goes on in time, they get their pictures."""
+def test_sigterm_while_a_request_is_planned(
+    serving: Any, tmp_path: Path, drain: str, resumes: bool
+) -> None:
+    """Three requests wait for a planner that is stopped by SIGSTOP. Where it goes on in time, they
+    get their pictures."""
     with serving(tmp_path, "--drain", drain) as server, ThreadPoolExecutor(3) as pool:
-        others = (each for each in psutil.Process(server.process.pid).children() if each.pid != server.worker.pid)
+        others = (
+            each
+            for each in psutil.Process(server.process.pid).children()
+            if each.pid != server.worker.pid
+        )
         (planner,) = (each for each in others if "resource_tracker" not in " ".join(each.cmdline()))
         os.kill(planner.pid, signal.SIGSTOP)
         ask = {"prompt": "a", "size": "48x32", "steps": 1}

@@ -62,7 +62,8 @@ def test_what_leaves_the_line_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_request_begins_within_a_tenth_of_its_promise(seed: int) -> None:
-    """An event simulation that shares no code with `Line.times`: random arrivals of three shapes on a clock."""
+    """An event simulation that shares no code with `Line.times`: random arrivals of three shapes on
+    a clock."""
     choose, line, now, free, warm = random.Random(seed), Line(), 0.0, 0.0, None
     costs = {shape: Cost(choose.uniform(2, 9), choose.uniform(0.5, 2)) for shape in "ABC"}
     arrivals = sorted(choose.uniform(0, 300) for _ in range(120))
@@ -74,7 +75,10 @@ def test_every_request_begins_within_a_tenth_of_its_promise(seed: int) -> None:
             promised, at = admitted[id(each)]
             assert now <= promised + PATIENCE * (promised - at) + 1e-9
             cost = costs[str(each.shape)]
-            free, warm = now + (cost.again_seconds if warm == each.shape else cost.first_seconds), each.shape
+            free, warm = (
+                now + (cost.again_seconds if warm == each.shape else cost.first_seconds),
+                each.shape,
+            )
         else:
             now = arrivals.pop(0)
             shape = choose.choice("ABC")
@@ -93,7 +97,9 @@ def test_runs_go_together_where_that_takes_less() -> None:
     line.add(entry("A", runs=3, cost=TOGETHER), 0.0, 0.0)
     assert line.end(0.0) == 9.0, "in place of 5 + 4 + 4"
     line.add(after := entry("A", cost=TOGETHER), 0.0, 0.0)
-    assert (after.start, after.end) == (9.0, 14.0), "to go with the others would delay these; the device is empty then"
+    assert (after.start, after.end) == (9.0, 14.0), (
+        "to go with the others would delay these; the device is empty then"
+    )
     assert [each.runs for each in line.pop()] == [3]
     assert not line.warm, "runs that go together leave an empty device"
     line = Line()
@@ -127,7 +133,11 @@ def test_requests_that_go_together_end_within_a_tenth_of_the_promised_wait(seed:
     costs = {}
     for shape in "ABC":
         parts = tuple((choose.uniform(1, 4), choose.uniform(0.2, 1)) for _ in range(2))
-        costs[shape] = Cost(sum(first for first, _ in parts), choose.uniform(1.2, 1.8) * sum(again for _, again in parts), parts)
+        costs[shape] = Cost(
+            sum(first for first, _ in parts),
+            choose.uniform(1.2, 1.8) * sum(again for _, again in parts),
+            parts,
+        )
     arrivals = sorted(choose.uniform(0, 100) for _ in range(150))
     asked: dict[Entry, float] = {}
     while arrivals or line.entries:
@@ -137,10 +147,15 @@ def test_requests_that_go_together_end_within_a_tenth_of_the_promised_wait(seed:
             cost, runs = taken[0].cost, len(taken)
             if runs > 1:
                 prefix = cost.segments[0][0] + (runs - 1) * cost.segments[0][1]
-                ends = [now + prefix + cost.segments[1][0] + number * cost.segments[1][1] for number in range(runs)]
+                ends = [
+                    now + prefix + cost.segments[1][0] + number * cost.segments[1][1]
+                    for number in range(runs)
+                ]
                 warm = None
             else:
-                ends = [now + (cost.again_seconds if warm == taken[0].shape else cost.first_seconds)]
+                ends = [
+                    now + (cost.again_seconds if warm == taken[0].shape else cost.first_seconds)
+                ]
                 warm = taken[0].shape
             for each, end in zip(taken, ends, strict=True):
                 assert end <= each.end + PATIENCE * max(0.0, each.start - asked[each]) + 1e-9
@@ -154,7 +169,9 @@ def test_requests_that_go_together_end_within_a_tenth_of_the_promised_wait(seed:
     assert most > 1
 
 
-CLUSTER = Cost(first_seconds=6.0, again_seconds=4.0, stream=((6.0, 8.0, 10.0, 12.0), (4.0, 6.0, 8.0, 10.0)))
+CLUSTER = Cost(
+    first_seconds=6.0, again_seconds=4.0, stream=((6.0, 8.0, 10.0, 12.0), (4.0, 6.0, 8.0, 10.0))
+)
 
 
 def test_on_a_cluster_runs_go_together_as_a_stream_and_leave_weights_there() -> None:

@@ -18,7 +18,8 @@ HOSTILE = "\x1b]0;owned\x07 \u202etxt\u2069 \x9b31m\ngraphrun: forged"
 
 
 def tells(connection: Connection, settings: Any) -> None:
-    """The main function of a process that writes a client's text in each way there is, and ends with an error that has it."""
+    """The main function of a process that writes a client's text in each way there is, and ends
+    with an error that has it."""
     print("print", HOSTILE)
     print("stderr", HOSTILE, file=sys.stderr)
     logging.getLogger("a library").warning("logging %s", HOSTILE)
@@ -47,7 +48,9 @@ def test_whatever_a_process_of_the_server_writes_has_escapes(capfd: Any) -> None
     for way in ("print", "stderr", "logging", "warning", "RuntimeError: error"):
         assert f"{way} \\x1b]0;owned\\x07 \\u202etxt" in told
     assert not {"\x1b", "\x07", "\u202e", "\u2069", "\x9b"} & set(told)
-    assert not [line for line in told.splitlines() if line.startswith("graphrun:")], "an entry that nobody wrote"
+    assert not [line for line in told.splitlines() if line.startswith("graphrun:")], (
+        "an entry that nobody wrote"
+    )
 
 
 def test_so_has_what_the_server_itself_writes(capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:

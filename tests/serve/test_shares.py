@@ -1,4 +1,5 @@
-"""Graphs that share one budget: who stays on the device is decided by predicted seconds of the runs of late."""
+"""Graphs that share one budget: who stays on the device is decided by predicted seconds of the runs
+of late."""
 
 from __future__ import annotations
 
@@ -21,10 +22,16 @@ from graphrun.serve.worker import Worker
 SMALL = {"height": 32, "width": 32, "steps": 2, "max_sequence_length": 16}
 
 
-def costs_of(graphs: str, first: float, again: float, slower: float) -> dict[tuple[str, float], Cost]:
+def costs_of(
+    graphs: str, first: float, again: float, slower: float
+) -> dict[tuple[str, float], Cost]:
     """Runs within a share take ``slower`` times the seconds for each halving of it."""
     factors = {share: slower ** (WHOLE / share - 1) for share in (*SHARES, WHOLE)}
-    return {(graph, share): Cost(first * by, again * by) for graph in graphs for share, by in factors.items()}
+    return {
+        (graph, share): Cost(first * by, again * by)
+        for graph in graphs
+        for share, by in factors.items()
+    }
 
 
 def test_graphs_that_take_turns_stay_together_and_bursts_of_one_have_everything() -> None:
@@ -35,14 +42,19 @@ def test_graphs_that_take_turns_stay_together_and_bursts_of_one_have_everything(
 
 
 def test_the_larger_share_of_the_budget_is_for_the_larger_share_of_the_traffic() -> None:
-    assert best({}, "AAAAAAAB" * 8, costs_of("AB", first=5.0, again=1.0, slower=1.2)) == {"A": 0.75, "B": 0.25}
+    assert best({}, "AAAAAAAB" * 8, costs_of("AB", first=5.0, again=1.0, slower=1.2)) == {
+        "A": 0.75,
+        "B": 0.25,
+    }
 
 
 def test_a_change_is_made_where_it_pays_for_loading_anew() -> None:
     costs = costs_of("AB", first=10.0, again=1.0, slower=1.0)
     assert best({}, "AB", costs) == {}, "two runs do not pay for it"
     slightly = {**costs, ("A", 0.75): Cost(10.0, 0.9)}
-    assert best({"A": 0.5, "B": 0.5}, "AB" * 20, slightly) == {"A": 0.5, "B": 0.5}, "2 s in 40 runs, and 20 s to load"
+    assert best({"A": 0.5, "B": 0.5}, "AB" * 20, slightly) == {"A": 0.5, "B": 0.5}, (
+        "2 s in 40 runs, and 20 s to load"
+    )
 
 
 def test_a_share_that_nothing_fits_is_no_choice() -> None:
@@ -58,21 +70,32 @@ def test_what_is_seldom_used_takes_everything_in_turn() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_predicted_seconds_are_those_of_the_queue(seed: int) -> None:
-    """`Line`, which keeps the promises, and `seconds_of`, which decides, say the same of the same runs."""
+    """`Line`, which keeps the promises, and `seconds_of`, which decides, say the same of the same
+    runs."""
     choose = random.Random(seed)
-    costs = {(graph, share): Cost(choose.uniform(2, 9), choose.uniform(0.1, 2)) for graph in "ABC" for share in (*SHARES, WHOLE)}
+    costs = {
+        (graph, share): Cost(choose.uniform(2, 9), choose.uniform(0.1, 2))
+        for graph in "ABC"
+        for share in (*SHARES, WHOLE)
+    }
     runs = choose.choices("ABC", k=30)
     for arrangement in arrangements(runs):
         assert sum(arrangement.values()) <= WHOLE
-        assert seconds_of(arrangement, runs, costs) == pytest.approx(line_seconds(arrangement, runs, costs))
+        assert seconds_of(arrangement, runs, costs) == pytest.approx(
+            line_seconds(arrangement, runs, costs)
+        )
 
 
-def line_seconds(arrangement: Arrangement, runs: Sequence[str], costs: Mapping[tuple[str, float], Cost]) -> float:
+def line_seconds(
+    arrangement: Arrangement, runs: Sequence[str], costs: Mapping[tuple[str, float], Cost]
+) -> float:
     line, now = Line(), 0.0
     for graph in runs:
         share = arrangement.get(graph, WHOLE)
         beside = frozenset(arrangement.items()) if graph in arrangement else frozenset()
-        line.add(Entry(graph, (graph, share), "any", costs[graph, share], 1, beside=beside), now, now)
+        line.add(
+            Entry(graph, (graph, share), "any", costs[graph, share], 1, beside=beside), now, now
+        )
         now = line.end(now)
         line.pop()
     return now
@@ -104,18 +127,30 @@ def test_sessions_in_shares_find_their_weights_and_keep_to_the_budget(tmp_path: 
 
     budgets = {"vram": 12 * 2**20, "ram": 2**33}
     graphs = (Path("flux-tiny"), Path("flux-schnell-tiny"))
-    settings = Settings(graphs, (), budgets, (hardware("sim"),), tmp_path / "cache", "none", tmp_path, {}, "1")
+    settings = Settings(
+        graphs, (), budgets, (hardware("sim"),), tmp_path / "cache", "none", tmp_path, {}, "1"
+    )
     worker = Worker(settings, told := Told())
-    problem = graphrun.estimate(graphrun.load(graphs[0]), **budgets, inputs=SMALL, hardware="sim", cache=settings.cache)
+    problem = graphrun.estimate(
+        graphrun.load(graphs[0]), **budgets, inputs=SMALL, hardware="sim", cache=settings.cache
+    )
     halves = share_of(problem, 0.5)
     together = frozenset((str(graph), 0.5) for graph in graphs)
     number = 0
 
-    def run(graph: Path, share: float, beside: frozenset[Any], within: dict[str, int]) -> dict[str, Any]:
+    def run(
+        graph: Path, share: float, beside: frozenset[Any], within: dict[str, int]
+    ) -> dict[str, Any]:
         nonlocal number
         number += 1
         inputs = graphrun.load(graph).resolve({**SMALL, "prompt": "a"})
-        asked = {"graph": str(graph), "inputs": inputs, "folder": tmp_path / str(number), "suffix": ".png", "preview": False}
+        asked = {
+            "graph": str(graph),
+            "inputs": inputs,
+            "folder": tmp_path / str(number),
+            "suffix": ".png",
+            "preview": False,
+        }
         asked["folder"].mkdir()
         worker.run(str(number), (str(graph), share), **asked, budgets=within, beside=beside)
         assert told[-1][0] == "done", told[-1]
@@ -124,8 +159,12 @@ def test_sessions_in_shares_find_their_weights_and_keep_to_the_budget(tmp_path: 
     shared = [run(graph, 0.5, together, halves) for graph in graphs * 2]
     alone = [run(graph, 1.0, frozenset(), {}) for graph in (*graphs, graphs[0])]
     for graph in (0, 1):
-        assert shared[graph + 2]["seconds"][1] < shared[graph]["seconds"][1], "its weights were there"
-    assert alone[2]["seconds"][1] == pytest.approx(alone[0]["seconds"][1], rel=1e-6), "they were not"
+        assert shared[graph + 2]["seconds"][1] < shared[graph]["seconds"][1], (
+            "its weights were there"
+        )
+    assert alone[2]["seconds"][1] == pytest.approx(alone[0]["seconds"][1], rel=1e-6), (
+        "they were not"
+    )
     for made in (*shared, *alone):
         assert made["seconds"][1] == pytest.approx(made["seconds"][0], rel=0.05)
         assert made["peak_bytes"][1] <= made["peak_bytes"][0] <= budgets["vram"]

@@ -1,4 +1,5 @@
-"""Requests of one shape that go together, stage by stage: the same pictures, in the seconds that were predicted."""
+"""Requests of one shape that go together, stage by stage: the same pictures, in the seconds that
+were predicted."""
 
 from __future__ import annotations
 
@@ -19,24 +20,50 @@ GROUP = ("flux-tiny", 1.0)
 
 
 @pytest.mark.sweep("serve")
-def test_the_pictures_are_those_of_runs_one_by_one_and_the_seconds_those_predicted(tmp_path: Path) -> None:
+def test_the_pictures_are_those_of_runs_one_by_one_and_the_seconds_those_predicted(
+    tmp_path: Path,
+) -> None:
     graph, told = graphrun.load("flux-tiny"), list[tuple[str, dict[str, Any]]]()
     budgets = {"vram": 6 * 2**20, "ram": 2**33}
-    settings = Settings((Path("flux-tiny"),), (), budgets, (hardware("sim"),), tmp_path / "cache", "none", tmp_path, {}, "1")
+    settings = Settings(
+        (Path("flux-tiny"),),
+        (),
+        budgets,
+        (hardware("sim"),),
+        tmp_path / "cache",
+        "none",
+        tmp_path,
+        {},
+        "1",
+    )
     segments = _together(graph, {"inputs": SMALL, "budgets": {}}, settings, lambda: False)
-    assert segments == {("encode",): segments[("encode",)], ("denoise", "decode"): segments[("denoise", "decode")]}
+    assert segments == {
+        ("encode",): segments[("encode",)],
+        ("denoise", "decode"): segments[("denoise", "decode")],
+    }
     worker = Worker(settings, lambda kind, **content: told.append((kind, content)))
 
     def asked(seed: int, of: str, **more: Any) -> dict[str, Any]:
         (folder := tmp_path / f"{of}-{seed}").mkdir()
         inputs = graph.resolve({**SMALL, "prompt": str(seed), "seed": seed})
-        return {"id": str(seed), "inputs": inputs, "folder": folder, "suffix": ".png", "preview": False, **more}
+        return {
+            "id": str(seed),
+            "inputs": inputs,
+            "folder": folder,
+            "suffix": ".png",
+            "preview": False,
+            **more,
+        }
 
     for number in range(3):
-        worker.run(group=GROUP, graph="flux-tiny", budgets={}, beside=frozenset(), **asked(number, "alone"))
+        worker.run(
+            group=GROUP, graph="flux-tiny", budgets={}, beside=frozenset(), **asked(number, "alone")
+        )
     alone = [content for kind, content in told if kind == "done"]
     took = sum(of["seconds"][1] for of in alone)
-    assert worker.clock_seconds == pytest.approx(took, rel=0.01), "weights without a source were created before the first run"
+    assert worker.clock_seconds == pytest.approx(took, rel=0.01), (
+        "weights without a source were created before the first run"
+    )
     told.clear()
     worker.cancelled.add("9")
     before = worker.clock_seconds
@@ -44,9 +71,20 @@ def test_the_pictures_are_those_of_runs_one_by_one_and_the_seconds_those_predict
     worker.run_together(runs, GROUP, "flux-tiny", tuple(segments), {}, frozenset())
     took = worker.clock_seconds - before
     together = [content for kind, content in told if kind == "done"]
-    assert [kind for kind, _ in told if kind not in ("begins", "step")] == ["cancelled", "done", "done", "done", "together"]
-    assert took == pytest.approx(sum(first + 2 * again for first, again in segments.values()), rel=0.02)
-    assert took < sum(of["seconds"][1] for of in alone) + alone[0]["seconds"][1] - alone[1]["seconds"][1]
+    assert [kind for kind, _ in told if kind not in ("begins", "step")] == [
+        "cancelled",
+        "done",
+        "done",
+        "done",
+        "together",
+    ]
+    assert took == pytest.approx(
+        sum(first + 2 * again for first, again in segments.values()), rel=0.02
+    )
+    assert (
+        took
+        < sum(of["seconds"][1] for of in alone) + alone[0]["seconds"][1] - alone[1]["seconds"][1]
+    )
     for one, other in zip(alone, together, strict=True):
         assert Image.open(one["files"][0]).tobytes() == Image.open(other["files"][0]).tobytes()
         assert other["peak_bytes"][1] <= other["peak_bytes"][0] <= budgets["vram"]

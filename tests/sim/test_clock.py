@@ -1,4 +1,5 @@
-"""Virtual time of the simulated accelerator: FLOPs and copies on two timelines, and waits between them."""
+"""Virtual time of the simulated accelerator: FLOPs and copies on two timelines, and waits between
+them."""
 
 from __future__ import annotations
 
@@ -131,7 +132,10 @@ def _operators(device: str) -> None:
 
 
 def test_flops_are_those_of_pytorchs_counter():
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # it does not count the CPU's fused attention
+    with (
+        FlopCounterMode(display=False) as counter,
+        sdpa_kernel(SDPBackend.MATH),
+    ):  # it does not count the CPU's fused attention
         _operators("cpu")
     with Machine() as sim:
         _operators("sim")
@@ -139,13 +143,16 @@ def test_flops_are_those_of_pytorchs_counter():
 
 
 def test_inference_mode_costs_the_same():
-    """There composite operators arrive whole: unless taken apart, their products and copies would be free."""
+    """There composite operators arrive whole: unless taken apart, their products and copies would
+    be free."""
     seen = []
     for mode in (torch.no_grad(), torch.inference_mode()):
         with Machine() as sim, mode:
             _operators("sim")
             torch.ones(3).to("sim").cpu()
-            seen.append((sim.charge_flops, sim.peak_bytes, sim.allocations, sim.bytes_in, sim.bytes_out))
+            seen.append(
+                (sim.charge_flops, sim.peak_bytes, sim.allocations, sim.bytes_in, sim.bytes_out)
+            )
     assert seen[0] == seen[1]
 
 
@@ -199,20 +206,29 @@ def test_kernels_shorter_than_their_launches_wait_for_the_host():
 
 def test_a_host_that_waits_for_each_copy_pays_every_launch():
     host = torch.zeros(9, dtype=torch.uint8)
-    with Machine(h2d_bytes_per_second=100, flops_per_second=100, launch_seconds=0.1, copy_start_seconds=0.2) as sim:
+    with Machine(
+        h2d_bytes_per_second=100, flops_per_second=100, launch_seconds=0.1, copy_start_seconds=0.2
+    ) as sim:
         x = torch.empty(3, 3, device="sim").fill_(1)
         sim.synchronize()
         start = sim.seconds()
         for _ in range(3):
             host.to("sim")
             x @ x
-        assert sim.seconds() - start == pytest.approx(0.1 + 3 * (0.2 + 0.09 + 0.1 + 0.54)), "only copies are launched ahead"
+        assert sim.seconds() - start == pytest.approx(0.1 + 3 * (0.2 + 0.09 + 0.1 + 0.54)), (
+            "only copies are launched ahead"
+        )
 
 
 @pytest.mark.parametrize("locked", [True, False])
 def test_the_host_waits_for_copies_of_memory_that_is_not_page_locked(locked):
     host = torch.zeros(1000, dtype=torch.uint8)
-    with Machine(h2d_bytes_per_second=1000, flops_per_second=100, pageable_bytes_per_second=500, page_lock_seconds=1e-3) as sim:
+    with Machine(
+        h2d_bytes_per_second=1000,
+        flops_per_second=100,
+        pageable_bytes_per_second=500,
+        page_lock_seconds=1e-3,
+    ) as sim:
         if locked:
             sim.page_lock(host)
             assert sim.seconds("lock") == pytest.approx(1.0)
@@ -221,4 +237,6 @@ def test_the_host_waits_for_copies_of_memory_that_is_not_page_locked(locked):
         with sim.on_copy_stream():
             buffer.copy_(host)
         x @ x
-        assert (sim.seconds("copy"), sim.seconds("compute")) == pytest.approx((1.0, 0.54) if locked else (2.0, 2.54))
+        assert (sim.seconds("copy"), sim.seconds("compute")) == pytest.approx(
+            (1.0, 0.54) if locked else (2.0, 2.54)
+        )

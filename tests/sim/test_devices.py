@@ -1,4 +1,5 @@
-"""Several simulated devices of one host: memory and copy engines of their own, a shared host, copies between them."""
+"""Several simulated devices of one host: memory and copy engines of their own, a shared host,
+copies between them."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def test_tensors_count_on_their_own_device() -> None:
 
 def test_a_copy_between_devices_takes_the_slower_rate_and_both_wait_for_it() -> None:
     main = Machine(d2h_bytes_per_second=4096.0, flops_per_second=2.0)
-    other = Machine(h2d_bytes_per_second=1024.0, copy_start_seconds=0.5, flops_per_second=4.0, beside=main)
+    other = Machine(
+        h2d_bytes_per_second=1024.0, copy_start_seconds=0.5, flops_per_second=4.0, beside=main
+    )
     with main:
         x = torch.ones(1, 1, device="sim")
         y = x @ x  # two FLOPs: one second
@@ -81,7 +84,9 @@ def test_the_ordering_checker_knows_the_streams_of_every_device() -> None:
         with other.on_copy_stream():
             target.copy_(source)
         (target + 1).to("sim")
-        with pytest.raises(RaceError, match="by compute 1 .* is not ordered behind write .* by copy 1"):
+        with pytest.raises(
+            RaceError, match="by compute 1 .* is not ordered behind write .* by copy 1"
+        ):
             other.synchronize()
 
 

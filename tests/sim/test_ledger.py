@@ -1,4 +1,5 @@
-"""Memory of the simulated accelerator: what is counted, when an allocation is refused, what is freed."""
+"""Memory of the simulated accelerator: what is counted, when an allocation is refused, what is
+freed."""
 
 from __future__ import annotations
 
@@ -63,7 +64,14 @@ def test_empty_tensors_cost_nothing():
 def test_views_share_one_storage_that_lives_as_long_as_the_last_of_them():
     with Machine() as machine:
         base = torch.zeros(256, 4, device="sim")
-        views = [base.view(4, 256), base[3:], base.t(), base.detach(), *base.split(64), base.view(torch.uint8)]
+        views = [
+            base.view(4, 256),
+            base[3:],
+            base.t(),
+            base.detach(),
+            *base.split(64),
+            base.view(torch.uint8),
+        ]
         assert (machine.allocated_bytes, machine.allocations) == (4 * KIB, 1)
         del base, views[1:]
         gc.collect()  # the storage's Python object is not what keeps the count
@@ -118,8 +126,17 @@ def test_capacity_is_hard_and_a_refusal_changes_nothing():
         x = zeros(3 * KIB)
         before = machine.allocated_bytes, machine.allocations, machine.peak_bytes
         host = torch.ones(2048, dtype=torch.uint8)
-        for attempt in (lambda: zeros(KIB + 1), x.clone, x.exp, lambda: host.to("sim"), partial(torch.cat, [x, x])):
-            with pytest.raises(torch.OutOfMemoryError, match="capacity of 4.00 KiB, of which 1.00 KiB .1024 bytes. is free"):
+        for attempt in (
+            lambda: zeros(KIB + 1),
+            x.clone,
+            x.exp,
+            lambda: host.to("sim"),
+            partial(torch.cat, [x, x]),
+        ):
+            with pytest.raises(
+                torch.OutOfMemoryError,
+                match="capacity of 4.00 KiB, of which 1.00 KiB .1024 bytes. is free",
+            ):
                 attempt()
             assert (machine.allocated_bytes, machine.allocations, machine.peak_bytes) == before
         del attempt
@@ -232,7 +249,14 @@ def test_the_listener_hears_every_allocation_and_free_in_order():
         del y
         machine.listener = None
         zeros(1)
-    assert recorder.events == [("+", 1, 512), ("+", 2, 512), ("-", 1, 0), ("+", 3, 1536), ("-", 2, 0), ("-", 3, 0)]
+    assert recorder.events == [
+        ("+", 1, 512),
+        ("+", 2, 512),
+        ("-", 1, 0),
+        ("+", 3, 1536),
+        ("-", 2, 0),
+        ("-", 3, 0),
+    ]
 
 
 def test_live_storages_are_listed_largest_first():

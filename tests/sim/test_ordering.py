@@ -1,4 +1,5 @@
-"""The ordering checker: what it takes for a race, what it takes for an order, and what its message says."""
+"""The ordering checker: what it takes for a race, what it takes for an order, and what its message
+says."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def on_device(device: SimulatedDevice, nbytes: int = 64) -> torch.Tensor:
     return made
 
 
-def test_a_copy_over_bytes_that_compute_reads_is_a_race_unless_it_waits(device: SimulatedDevice) -> None:
+def test_a_copy_over_bytes_that_compute_reads_is_a_race_unless_it_waits(
+    device: SimulatedDevice,
+) -> None:
     source = host()
     weights = on_device(device)
     result = weights + 1
@@ -42,7 +45,9 @@ def test_a_copy_over_bytes_that_compute_reads_is_a_race_unless_it_waits(device: 
     with pytest.raises(RaceError) as caught:
         device.barrier()
     text = str(caught.value)
-    assert "write of bytes 0..64 by copy (copy of unet down.0 in slot denoise/0:unet steady, " in text
+    assert (
+        "write of bytes 0..64 by copy (copy of unet down.0 in slot denoise/0:unet steady, " in text
+    )
     assert "read of bytes 0..64 by compute (aten::add" in text
     assert text.count("test_ordering.py:") == 2, "the code of both accesses"
     assert result.numel()
@@ -98,7 +103,10 @@ def test_compute_waits_for_a_copy_by_its_mark(device: SimulatedDevice) -> None:
     device.barrier()
     device.copy(weights, source)
     assert (weights + 1).numel()
-    with pytest.raises(RaceError, match="read of bytes 0..64 by compute .* is not ordered behind write of bytes 0..64 by copy"):
+    with pytest.raises(
+        RaceError,
+        match="read of bytes 0..64 by compute .* is not ordered behind write of bytes 0..64 by copy",
+    ):
         device.barrier()
 
 
@@ -138,7 +146,9 @@ def test_columns_of_a_table_are_apart(device: SimulatedDevice) -> None:
         (torch.zeros(0, 3), ()),
     ],
 )
-def test_spans_are_the_bytes_of_a_view(view: torch.Tensor, spans: tuple[tuple[int, int], ...]) -> None:
+def test_spans_are_the_bytes_of_a_view(
+    view: torch.Tensor, spans: tuple[tuple[int, int], ...]
+) -> None:
     assert spans_of(view) == spans
 
 
@@ -146,11 +156,16 @@ def test_memory_is_written_by_its_allocation_and_its_free(device: SimulatedDevic
     source = host()
     fresh = device.allocate(64)
     device.copy(fresh, source)
-    with pytest.raises(RaceError, match=r"write of bytes 0..64 by copy .* is not ordered behind write .* by compute \(allocation"):
+    with pytest.raises(
+        RaceError,
+        match=r"write of bytes 0..64 by copy .* is not ordered behind write .* by compute \(allocation",
+    ):
         device.barrier()
     device.copy(fresh, source)
     del fresh
-    with pytest.raises(RaceError, match=r"by compute \(free.* is not ordered behind write of bytes 0..64 by copy"):
+    with pytest.raises(
+        RaceError, match=r"by compute \(free.* is not ordered behind write of bytes 0..64 by copy"
+    ):
         device.barrier()
 
 
@@ -159,7 +174,10 @@ def test_host_memory_is_not_freed_while_it_is_copied(device: SimulatedDevice) ->
     device.copy(target, source)
     del source
     gc.collect()
-    with pytest.raises(RaceError, match=r"race in host memory: write .* by host \(free.* behind read of bytes 0..64 by copy"):
+    with pytest.raises(
+        RaceError,
+        match=r"race in host memory: write .* by host \(free.* behind read of bytes 0..64 by copy",
+    ):
         device.barrier()
 
 
@@ -170,16 +188,24 @@ def test_the_host_reads_a_spilled_value_behind_its_copy_only(device: SimulatedDe
     assert (there + 1).numel()
     device.copy(there, value)
     assert (there + 1).numel()
-    with pytest.raises(RaceError, match="read of bytes 0..64 by host .* is not ordered behind write of bytes 0..64 by copy"):
+    with pytest.raises(
+        RaceError,
+        match="read of bytes 0..64 by host .* is not ordered behind write of bytes 0..64 by copy",
+    ):
         device.barrier()
 
 
-def test_a_mark_of_the_disk_orders_nothing_and_joining_the_job_does(device: SimulatedDevice) -> None:
+def test_a_mark_of_the_disk_orders_nothing_and_joining_the_job_does(
+    device: SimulatedDevice,
+) -> None:
     arena, target = host(), on_device(device)
     joined = device.background(lambda: device.read(arena, 64))
     device.wait("copy", device.mark("disk"))
     device.copy(target, arena)
-    with pytest.raises(RaceError, match=r"read of bytes 0..64 by copy .* behind write of bytes 0..64 by disk \(read from disk"):
+    with pytest.raises(
+        RaceError,
+        match=r"read of bytes 0..64 by copy .* behind write of bytes 0..64 by disk \(read from disk",
+    ):
         device.barrier()
     joined()
     device.copy(target, arena)
@@ -199,7 +225,10 @@ def test_a_read_waits_for_the_copy_out_of_its_place(device: SimulatedDevice) -> 
     device.barrier()
     device.copy(target, arena)
     device.background(lambda: device.read(arena, 64))()
-    with pytest.raises(RaceError, match=r"write of bytes 0..64 by disk .* is not ordered behind read of bytes 0..64 by copy"):
+    with pytest.raises(
+        RaceError,
+        match=r"write of bytes 0..64 by disk .* is not ordered behind read of bytes 0..64 by copy",
+    ):
         device.barrier()
 
 

@@ -1,4 +1,5 @@
-"""Whole pipelines on the simulated device: FLUX and SDXL give the CPU's bits; injected faults leave the counters consistent."""
+"""Whole pipelines on the simulated device: FLUX and SDXL give the CPU's bits; injected faults leave
+the counters consistent."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ from diffusers import (
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    T5Config,
+    T5EncoderModel,
+)
 
 from graphrun.sim import Machine, SimulatedCopyError, SimulatedOutOfMemory
 
@@ -60,7 +67,15 @@ def flux_parts(dtype: torch.dtype) -> Parts:
     parts: Parts = {
         "text_encoder": CLIPTextModel(_clip(16)),
         "text_encoder_2": T5EncoderModel(
-            T5Config(vocab_size=64, d_model=24, d_kv=8, d_ff=48, num_layers=2, num_heads=3, feed_forward_proj="gated-gelu")
+            T5Config(
+                vocab_size=64,
+                d_model=24,
+                d_kv=8,
+                d_ff=48,
+                num_layers=2,
+                num_heads=3,
+                feed_forward_proj="gated-gelu",
+            )
         ),
         "transformer": FluxTransformer2DModel(
             in_channels=16,
@@ -114,11 +129,16 @@ def embed_ids(batch: int) -> torch.Tensor:
 
 
 def run_flux(parts: Parts, device: str) -> torch.Tensor:
-    pipeline = FluxPipeline(scheduler=FlowMatchEulerDiscreteScheduler(), tokenizer=None, tokenizer_2=None, **parts)
+    pipeline = FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(), tokenizer=None, tokenizer_2=None, **parts
+    )
     pipeline.set_progress_bar_config(disable=True)
     ids = embed_ids(1).to(device)
     with torch.no_grad():
-        pooled, embeds = pipeline.text_encoder(ids)["pooler_output"], pipeline.text_encoder_2(ids)[0]
+        pooled, embeds = (
+            pipeline.text_encoder(ids)["pooler_output"],
+            pipeline.text_encoder_2(ids)[0],
+        )
     return pipeline(
         prompt_embeds=embeds,
         pooled_prompt_embeds=pooled,
@@ -132,7 +152,11 @@ def run_flux(parts: Parts, device: str) -> torch.Tensor:
 
 def run_sdxl(parts: Parts, device: str) -> torch.Tensor:
     pipeline = StableDiffusionXLPipeline(
-        scheduler=EulerDiscreteScheduler(), tokenizer=None, tokenizer_2=None, add_watermarker=False, **parts
+        scheduler=EulerDiscreteScheduler(),
+        tokenizer=None,
+        tokenizer_2=None,
+        add_watermarker=False,
+        **parts,
     )
     pipeline.set_progress_bar_config(disable=True)
     ids = embed_ids(1).to(device)
@@ -161,7 +185,12 @@ PIPELINES: dict[str, tuple[Callable[..., Parts], Callable[..., torch.Tensor]]] =
 
 def place(module: nn.Module) -> None:
     """Puts all of ``module`` on sim as views of one flat buffer."""
-    entries = [(group, name) for child in module.modules() for group in (child._parameters, child._buffers) for name in group]
+    entries = [
+        (group, name)
+        for child in module.modules()
+        for group in (child._parameters, child._buffers)
+        for name in group
+    ]
     entries = [(group, name) for group, name in entries if group[name] is not None]
     distinct = {id(group[name]): group[name] for group, name in entries}
     offsets, end = {}, 0
@@ -170,9 +199,15 @@ def place(module: nn.Module) -> None:
     buffer = torch.empty(end, dtype=torch.uint8, device="sim")
     made = {}
     for key, tensor in distinct.items():
-        view = buffer[offsets[key] : offsets[key] + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        view = (
+            buffer[offsets[key] : offsets[key] + tensor.nbytes]
+            .view(tensor.dtype)
+            .view(tensor.shape)
+        )
         view.copy_(tensor)
-        made[key] = nn.Parameter(view, requires_grad=False) if isinstance(tensor, nn.Parameter) else view
+        made[key] = (
+            nn.Parameter(view, requires_grad=False) if isinstance(tensor, nn.Parameter) else view
+        )
     for group, name in entries:
         group[name] = made[id(group[name])]
 
@@ -183,7 +218,10 @@ def place(module: nn.Module) -> None:
 def test_pipelines_give_the_cpus_bits_and_leave_nothing(name, dtype, flat):
     make, run = PIPELINES[name]
     expected = run(make(dtype), "cpu")
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # it does not count the CPU's fused attention
+    with (
+        FlopCounterMode(display=False) as counter,
+        sdpa_kernel(SDPBackend.MATH),
+    ):  # it does not count the CPU's fused attention
         run(make(dtype), "cpu")
     assert expected.isfinite().all()
     assert expected.std() > 0
@@ -208,7 +246,8 @@ def test_pipelines_give_the_cpus_bits_and_leave_nothing(name, dtype, flat):
 
 @pytest.fixture(scope="module")
 def placed():
-    """A machine with a FLUX transformer on it, a call of it, the output, the bytes at rest, and how often a call allocates."""
+    """A machine with a FLUX transformer on it, a call of it, the output, the bytes at rest, and how
+    often a call allocates."""
     transformer = flux_parts(torch.bfloat16)["transformer"]
     generator = torch.Generator().manual_seed(0)
     inputs = {
@@ -224,7 +263,9 @@ def placed():
 
     def call() -> torch.Tensor:
         with machine, torch.no_grad():
-            return transformer(**{key: value.to("sim") for key, value in inputs.items()}, return_dict=False)[0].cpu()
+            return transformer(
+                **{key: value.to("sim") for key, value in inputs.items()}, return_dict=False
+            )[0].cpu()
 
     with machine:
         place(transformer)
@@ -234,7 +275,8 @@ def placed():
 
 
 def fails(call: Callable[[], object], kind: type[Exception]) -> bool:
-    """Whether ``call`` raises ``kind``; the error and its frames, which hold tensors, are gone afterwards."""
+    """Whether ``call`` raises ``kind``; the error and its frames, which hold tensors, are gone
+    afterwards."""
     try:
         call()
     except kind:
@@ -293,7 +335,12 @@ def test_diffusers_own_offloading_runs_on_it_unmodified():
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         with Machine() as machine:
-            pipeline = FluxPipeline(scheduler=FlowMatchEulerDiscreteScheduler(), tokenizer=None, tokenizer_2=None, **parts)
+            pipeline = FluxPipeline(
+                scheduler=FlowMatchEulerDiscreteScheduler(),
+                tokenizer=None,
+                tokenizer_2=None,
+                **parts,
+            )
             pipeline.enable_model_cpu_offload(device="sim")
             found = run_flux(parts, "sim")
             assert torch.equal(found.cpu(), expected)

@@ -1,9 +1,11 @@
-"""Brute force: enumerates every stage order, option, variant and spill; blocks, reads and drops by dynamic programming.
+"""Brute force: enumerates every stage order, option, variant and spill; blocks, reads and drops by
+dynamic programming.
 
-Written from the meaning of plans, without any of the planner's code. For one such choice, the state at the end of a slot is how
-many blocks of every group are on the device, and the state of every backing store. Blocks may be evicted between slots, so the
-least cost of a state is at most that of any larger one. A cost is seconds and then bytes moved in one integer, so that ties are
-exact: all seconds have to be multiples of 1 / SCALE.
+Written from the meaning of plans, without any of the planner's code. For one such choice, the state
+at the end of a slot is how many blocks of every group are on the device, and the state of every
+backing store. Blocks may be evicted between slots, so the least cost of a state is at most that of
+any larger one. A cost is seconds and then bytes moved in one integer, so that ties are exact: all
+seconds have to be multiples of 1 / SCALE.
 """
 
 from __future__ import annotations
@@ -26,12 +28,17 @@ def up(nbytes: int) -> int:
 
 
 def crossing_of(use: Use, there: set[int]) -> tuple[int, int, int]:
-    """Bytes that cross in a call to the device with the blocks ``there``, and back; and the most that are there for one of them, of
-    what it gets, and what was given to the call and an earlier block got."""
+    """Bytes that cross in a call to the device with the blocks ``there``, and back; and the most
+    that are there for one of them, of what it gets, and what was given to the call and an earlier
+    block got."""
     to = sum(of.nbytes for of in use.live_tensors if of.maker not in there and there & {*of.users})
     back = sum(of.nbytes for of in use.live_tensors if of.maker in there and {*of.users} - there)
     held = (
-        sum(up(of.nbytes) for of in use.live_tensors if n in of.users or (of.given and any(0 < user < n for user in of.users)))
+        sum(
+            up(of.nbytes)
+            for of in use.live_tensors
+            if n in of.users or (of.given and any(0 < user < n for user in of.users))
+        )
         for n in there
     )
     return to, back, max(held)
@@ -40,12 +47,22 @@ def crossing_of(use: Use, there: set[int]) -> tuple[int, int, int]:
 class Choice:
     """One stage order, one option per stage, one variant per component."""
 
-    def __init__(self, problem: Problem, order: tuple[str, ...], phases: list[PhaseNumbers], variants: list[Variant]) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        order: tuple[str, ...],
+        phases: list[PhaseNumbers],
+        variants: list[Variant],
+    ) -> None:
         self.problem, self.phases = problem, phases
         self.names = [component.name for component in problem.components]
         self.variants = dict(zip(self.names, variants, strict=True))
         self.groups = {component.name: component.groups for component in problem.components}
-        self.used = [name for name in self.names if any(use.component == name for phase in phases for use in phase.uses)]
+        self.used = [
+            name
+            for name in self.names
+            if any(use.component == name for phase in phases for use in phase.uses)
+        ]
         self.cells = [
             (c.name, k, len(of.blocks), of.streamable and v.streamable and v.movable)
             for c, v in zip(problem.components, variants, strict=True)
@@ -53,23 +70,41 @@ class Choice:
             if v.device != "cpu"
         ]
         self.shape = tuple(count + 1 for _, _, count, _ in self.cells)
-        self.slots = [(number, part) for number, phase in enumerate(phases) for part in self.parts(phase)]
-        self.lives = [[n for n, phase in enumerate(phases) if self.alive(value, order, phase.stage)] for value in problem.values]
-        self.spill_gaps = [(v, *gap) for v, value in enumerate(problem.values) for gap in self.spill_gaps_of(value, self.lives[v])]
+        self.slots = [
+            (number, part) for number, phase in enumerate(phases) for part in self.parts(phase)
+        ]
+        self.lives = [
+            [n for n, phase in enumerate(phases) if self.alive(value, order, phase.stage)]
+            for value in problem.values
+        ]
+        self.spill_gaps = [
+            (v, *gap)
+            for v, value in enumerate(problem.values)
+            for gap in self.spill_gaps_of(value, self.lives[v])
+        ]
         self.pairs()
         self.tables = [self.table(t) for t in range(len(self.slots))]
 
     @staticmethod
     def parts(phase: PhaseNumbers) -> list[str]:
-        return ["load"] * bool(phase.uses) + ["first"] + ["steady"] * (max((use.calls for use in phase.uses), default=0) > 1)
+        return (
+            ["load"] * bool(phase.uses)
+            + ["first"]
+            + ["steady"] * (max((use.calls for use in phase.uses), default=0) > 1)
+        )
 
     @staticmethod
     def alive(value: ValueNumbers, order: tuple[str, ...], stage: str) -> bool:
         after = value.producer not in order or order.index(stage) > order.index(value.producer)
-        return after and any(order.index(stage) <= order.index(consumer) for consumer in value.consumers if consumer in order)
+        return after and any(
+            order.index(stage) <= order.index(consumer)
+            for consumer in value.consumers
+            if consumer in order
+        )
 
     def spill_gaps_of(self, value: ValueNumbers, lives: list[int]) -> Iterator[tuple[int, int]]:
-        """(first phase, phase after) of each series of phases in which the value is not read, where both have a load slot."""
+        """(first phase, phase after) of each series of phases in which the value is not read, where
+        both have a load slot."""
         unread = [n for n in lives if self.phases[n].stage not in value.consumers]
         for first in unread:
             if first - 1 not in unread:
@@ -78,11 +113,14 @@ class Choice:
                     yield first, after
 
     def pairs(self) -> None:
-        """All pairs of states at the start and end of a slot (``here`` <= ``there``), sorted by the second."""
+        """All pairs of states at the start and end of a slot (``here`` <= ``there``), sorted by the
+        second."""
         each = [[(h, t) for t in range(nb) for h in range(t + 1)] for nb in self.shape]
         every = list(product(*each))
         grid = np.array(every, dtype=np.int64).reshape(len(every), len(self.cells), 2)
-        stride = np.array([int(np.prod(self.shape[j + 1 :])) for j in range(len(self.cells))], dtype=np.int64)
+        stride = np.array(
+            [int(np.prod(self.shape[j + 1 :])) for j in range(len(self.cells))], dtype=np.int64
+        )
         order = np.argsort(grid[:, :, 1] @ stride, kind="stable")
         self.here, self.there = grid[order, :, 0], grid[order, :, 1]
         self.begin, self.end = self.here @ stride, self.there @ stride
@@ -95,20 +133,27 @@ class Choice:
         if use is None:
             return 0, 0.0
         variant = self.variants[name]
-        seconds = variant.slowdown * use.seconds[k] + (variant.block_seconds[k] if variant.block_seconds else 0.0)
+        seconds = variant.slowdown * use.seconds[k] + (
+            variant.block_seconds[k] if variant.block_seconds else 0.0
+        )
         total = use.group_calls[k]
         return {"load": 0, "first": min(total, 1), "steady": max(total - 1, 0)}[part], seconds
 
     def helper(self, name: str, k: int) -> int:
-        """The helper that a block group lies on, of the component or of the blocks that were cut off it; 0: none."""
+        """The helper that a block group lies on, of the component or of the blocks that were cut
+        off it; 0: none."""
         return int(self.variants[name].device.removeprefix("device") or self.groups[name][k].helper)
 
     def crossing(self, n: int, use: Use) -> tuple[int, int, int] | None:
-        """Bytes that cross to helper ``n`` and back in a call, and that are there beside weights and activation. None: nothing
-        computes there."""
+        """Bytes that cross to helper ``n`` and back in a call, and that are there beside weights
+        and activation. None: nothing computes there."""
         if self.variants[use.component].device == f"device{n}":
             return use.crossing[0], use.crossing[1], use.crossing[0]
-        there = {number for number, (k, _, _) in enumerate(use.order, 1) if self.groups[use.component][k].helper == n}
+        there = {
+            number
+            for number, (k, _, _) in enumerate(use.order, 1)
+            if self.groups[use.component][k].helper == n
+        }
         return crossing_of(use, there) if there else None
 
     def crossing_seconds(self, n: int, use: Use, part: str, to: int, back: int) -> float:
@@ -124,8 +169,8 @@ class Choice:
         return next((use for use in self.phases[number].uses if use.component == name), None)
 
     def table(self, t: int) -> dict[str, np.ndarray]:
-        """Per allowed pair of states and ring sizes: seconds of compute, copies and reads; bytes moved and held; which components
-        copy."""
+        """Per allowed pair of states and ring sizes: seconds of compute, copies and reads; bytes
+        moved and held; which components copy."""
         sizes = []
         for name in self.names:
             blocks = [
@@ -134,23 +179,36 @@ class Choice:
                 if of == name and self.calls(t, name, k)[0] and may
             ]
             sizes.append(sorted({(-1, 0), *product(blocks, {0, *blocks})}))
-        found = [self.with_rings(t, dict(zip(self.names, rings, strict=True))) for rings in product(*sizes)]
+        found = [
+            self.with_rings(t, dict(zip(self.names, rings, strict=True)))
+            for rings in product(*sizes)
+        ]
         joined = {key: np.concatenate([of[key] for of in found]) for key in found[0]}
         order = np.argsort(joined["end"], kind="stable")
         return {key: of[order] for key, of in joined.items()}
 
     def with_rings(self, t: int, rings: dict[str, tuple[int, int]]) -> dict[str, np.ndarray]:
-        """`table` for given rings: per component the bytes of the largest streamed block (-1: nothing is streamed) and of a second
-        one. Groups with blocks larger than the second are single-buffered. Ring sizes that no group needs are left out."""
+        """`table` for given rings: per component the bytes of the largest streamed block (-1:
+        nothing is streamed) and of a second one. Groups with blocks larger than the second are
+        single-buffered. Ring sizes that no group needs are left out."""
         number, part = self.slots[t]
         phase = self.phases[number]
         allowed = np.ones(len(self.begin), dtype=bool)
         own, transfer, disk = (np.zeros(len(self.begin)) for _ in range(3))
-        moved, held = np.zeros(len(self.begin), dtype=np.int64), np.zeros(len(self.begin), dtype=np.int64)
+        moved, held = (
+            np.zeros(len(self.begin), dtype=np.int64),
+            np.zeros(len(self.begin), dtype=np.int64),
+        )
         helpers = range(1, len(self.problem.helpers) + 1)
-        away = {n: (np.zeros(len(self.begin)), np.zeros(len(self.begin), dtype=np.int64)) for n in helpers}
+        away = {
+            n: (np.zeros(len(self.begin)), np.zeros(len(self.begin), dtype=np.int64))
+            for n in helpers
+        }
         copying = {name: np.zeros(len(self.begin), dtype=bool) for name in self.names}
-        asked = {name: np.full((2, len(self.begin)), [[first < 0], [second == 0]]) for name, (first, second) in rings.items()}
+        asked = {
+            name: np.full((2, len(self.begin)), [[first < 0], [second == 0]])
+            for name, (first, second) in rings.items()
+        }
         busy = {name for name, k, _, _ in self.cells if self.calls(t, name, k)[0]}
         for j, (name, k, nb, may) in enumerate(self.cells):
             here, there = self.here[:, j], self.there[:, j]
@@ -169,8 +227,14 @@ class Choice:
                     asked[name][which] |= (there < nb) & (room == nbytes)
             read = copies * (variant.disk_seconds[k] if variant.backing_store == "disk" else 0.0)
             if n:
-                serial = n * nb * seconds * (there < nb) if may and up(rings[name][1]) < up(nbytes) else 0.0
-                own += np.maximum(n * nb * seconds, np.maximum(copies * variant.load_seconds[k] + serial, read))
+                serial = (
+                    n * nb * seconds * (there < nb)
+                    if may and up(rings[name][1]) < up(nbytes)
+                    else 0.0
+                )
+                own += np.maximum(
+                    n * nb * seconds, np.maximum(copies * variant.load_seconds[k] + serial, read)
+                )
             disk, moved = disk + read, moved + copies * nbytes
             away_on = self.helper(name, k)
             if not away_on:
@@ -192,26 +256,56 @@ class Choice:
         variants = [self.variants[use.component] for use in phase.uses]
         activation = {"load": 0, "first": phase.first_bytes, "steady": phase.steady_bytes}[part]
         for n, (_, bytes_there) in away.items():
-            there = [(use, crossing) for use in phase.uses if (crossing := self.crossing(n, use)) is not None]
+            there = [
+                (use, crossing)
+                for use in phase.uses
+                if (crossing := self.crossing(n, use)) is not None
+            ]
             if there and part != "load":
-                arguments = (crossing[2] + self.variants[use.component].scratch_bytes for use, crossing in there)
+                arguments = (
+                    crossing[2] + self.variants[use.component].scratch_bytes
+                    for use, crossing in there
+                )
                 bytes_there += activation + max(arguments)
-                own += sum(self.crossing_seconds(n, use, part, *crossing[:2]) for use, crossing in there)
+                own += sum(
+                    self.crossing_seconds(n, use, part, *crossing[:2]) for use, crossing in there
+                )
         if variants and all(variant.device != "device" for variant in variants):
             activation = min(activation, phase.glue_bytes)
         elif part != "load":
             activation += max((variant.scratch_bytes for variant in variants), default=0)
         held += activation + phase.live_in_bytes
-        held += sum(value.nbytes for value, lives in zip(self.problem.values, self.lives, strict=True) if number in lives)
-        found = {"begin": self.begin, "end": self.end, "own": own, "transfer": transfer, "disk": disk, "moved": moved, "held": held}
+        held += sum(
+            value.nbytes
+            for value, lives in zip(self.problem.values, self.lives, strict=True)
+            if number in lives
+        )
+        found = {
+            "begin": self.begin,
+            "end": self.end,
+            "own": own,
+            "transfer": transfer,
+            "disk": disk,
+            "moved": moved,
+            "held": held,
+        }
         found |= {f"copies {name}": copying[name] for name in self.used}
-        found |= {f"{what} {n}": of for n, both in away.items() for what, of in zip(("to", "on"), both, strict=True)}
+        found |= {
+            f"{what} {n}": of
+            for n, both in away.items()
+            for what, of in zip(("to", "on"), both, strict=True)
+        }
         return {key: of[allowed] for key, of in found.items()}
 
     def obeys(self, t: int, j: int, n: int, here: np.ndarray, there: np.ndarray) -> np.ndarray:
-        """Whether ``here`` blocks at the start of a slot and ``there`` at its end obey the directives."""
+        """Whether ``here`` blocks at the start of a slot and ``there`` at its end obey the
+        directives."""
         (name, k, nb, _), (number, part) = self.cells[j], self.slots[t]
-        demanded = {directive.placement for directive in self.problem.directives if directive.component == name}
+        demanded = {
+            directive.placement
+            for directive in self.problem.directives
+            if directive.component == name
+        }
         fine = np.ones(len(here), dtype=bool)
         if "keep" in demanded and any(self.calls(earlier, name, k)[0] for earlier in range(t)):
             fine &= here == nb
@@ -220,16 +314,25 @@ class Choice:
         if "exclude" in demanded and self.groups[name][k].streamable:
             fine &= there == 0
         if "drop" in demanded:
-            fine &= (there == 0) if self.use(number, name) is None else (here == 0) if part == "load" else fine
+            fine &= (
+                (there == 0)
+                if self.use(number, name) is None
+                else (here == 0)
+                if part == "load"
+                else fine
+            )
         return fine
 
     def evict(self, values: np.ndarray) -> np.ndarray:
-        """``values`` [..., states] after evictions: each the least of all states from which evictions lead there."""
+        """``values`` [..., states] after evictions: each the least of all states from which
+        evictions lead there."""
         grid = values.reshape(*values.shape[:-1], *self.shape)
         first = grid.ndim - len(self.shape)
         for j, (name, _, _, _) in enumerate(self.cells):
             if self.variants[name].movable:
-                grid = np.flip(np.minimum.accumulate(np.flip(grid, first + j), first + j), first + j)
+                grid = np.flip(
+                    np.minimum.accumulate(np.flip(grid, first + j), first + j), first + j
+                )
         return grid.reshape(values.shape)
 
     def held_at_start(self, name: str) -> bool:
@@ -246,10 +349,16 @@ class Choice:
         yield from product(*(following[state] for state in before))
 
     def weigh(
-        self, t: int, effective: int, spilled: tuple[bool, ...], before: BackingStores, after: BackingStores
+        self,
+        t: int,
+        effective: int,
+        spilled: tuple[bool, ...],
+        before: BackingStores,
+        after: BackingStores,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """Start states, end states and costs of slot ``t`` where backing stores go from ``before`` to ``after``; None: exceeds a
-        host budget, or a component on the CPU has no backing store."""
+        """Start states, end states and costs of slot ``t`` where backing stores go from ``before``
+        to ``after``; None: exceeds a host budget, or a component on the CPU has no backing
+        store."""
         number, part = self.slots[t]
         table, hardware = self.tables[t], self.problem.hardware
         ram = pinned = 0
@@ -263,8 +372,15 @@ class Choice:
             if (old, new) == (UNREAD, HELD):
                 ram += variant.transient_bytes
                 counts = [len(of.blocks) for of in self.groups[name]]
-                read_seconds += sum(count * each for count, each in zip(counts, variant.read_seconds, strict=True))
-            if new != HELD and variant.device == "cpu" and part != "load" and self.use(number, name):
+                read_seconds += sum(
+                    count * each for count, each in zip(counts, variant.read_seconds, strict=True)
+                )
+            if (
+                new != HELD
+                and variant.device == "cpu"
+                and part != "load"
+                and self.use(number, name)
+            ):
                 return None
         for (v, first, last), gone in zip(self.spill_gaps, spilled, strict=True):
             nbytes = self.problem.values[v].nbytes
@@ -278,7 +394,9 @@ class Choice:
         phase = self.phases[number]
         if phase.uses and all(self.variants[use.component].device == "cpu" for use in phase.uses):
             ram += {"load": 0, "first": phase.first_bytes, "steady": phase.steady_bytes}[part]
-        if ram > self.problem.ram_bytes or (self.problem.pinned_bytes is not None and pinned > self.problem.pinned_bytes):
+        if ram > self.problem.ram_bytes or (
+            self.problem.pinned_bytes is not None and pinned > self.problem.pinned_bytes
+        ):
             return None
         fits = table["held"] - away <= effective
         own = table["own"]
@@ -288,30 +406,54 @@ class Choice:
         for name, new in zip(self.used, after, strict=True):
             if new != HELD:
                 fits &= ~table[f"copies {name}"]
-        seconds = np.maximum(own, np.maximum(table["transfer"] + spill_seconds, table["disk"] + read_seconds))[fits]
+        seconds = np.maximum(
+            own, np.maximum(table["transfer"] + spill_seconds, table["disk"] + read_seconds)
+        )[fits]
         units = np.rint(seconds * SCALE).astype(np.int64)
-        assert np.abs(units / SCALE - seconds).max(initial=0.0) <= 1e-9, "seconds must be multiples of 1 / SCALE"
-        return table["begin"][fits], table["end"][fits], units * SECONDS + table["moved"][fits] + restored
+        assert np.abs(units / SCALE - seconds).max(initial=0.0) <= 1e-9, (
+            "seconds must be multiples of 1 / SCALE"
+        )
+        return (
+            table["begin"][fits],
+            table["end"][fits],
+            units * SECONDS + table["moved"][fits] + restored,
+        )
 
     def run(
-        self, effective: int, spilled: tuple[bool, ...], values: np.ndarray, backing_stores: BackingStores | None
+        self,
+        effective: int,
+        spilled: tuple[bool, ...],
+        values: np.ndarray,
+        backing_stores: BackingStores | None,
     ) -> dict[BackingStores, np.ndarray]:
-        """Least costs [starts, states] after a run that started with costs ``values`` [starts, states], evictions at its end
-        included, by the final state of the backing stores. ``backing_stores``: their state at the start; None: first run."""
-        now = {backing_stores or tuple(HELD if self.held_at_start(name) else UNREAD for name in self.used): values}
+        """Least costs [starts, states] after a run that started with costs ``values`` [starts,
+        states], evictions at its end included, by the final state of the backing stores.
+        ``backing_stores``: their state at the start; None: first run."""
+        now = {
+            backing_stores
+            or tuple(HELD if self.held_at_start(name) else UNREAD for name in self.used): values
+        }
         for t in range(len(self.slots)):
             following: dict[BackingStores, np.ndarray] = {}
             for before, costs in now.items():
                 least = self.evict(costs)
                 for after in self.steps(before, first=backing_stores is None):
-                    if (found := self.weigh(t, effective, spilled, before, after)) is None or not len(found[0]):
+                    if (
+                        found := self.weigh(t, effective, spilled, before, after)
+                    ) is None or not len(found[0]):
                         continue
                     begin, end, cost = found
                     reached = np.full(values.shape, NEVER, dtype=np.int64)
                     ends, where = np.unique(end, return_index=True)
-                    reached[:, ends] = np.minimum.reduceat(np.minimum(least[:, begin] + cost, NEVER), where, axis=1)
+                    reached[:, ends] = np.minimum.reduceat(
+                        np.minimum(least[:, begin] + cost, NEVER), where, axis=1
+                    )
                     following[after] = np.minimum(following.get(after, reached), reached)
-            now = {backing_stores: costs for backing_stores, costs in following.items() if (costs < NEVER).any()}
+            now = {
+                backing_stores: costs
+                for backing_stores, costs in following.items()
+                if (costs < NEVER).any()
+            }
         return {backing_stores: self.evict(costs) for backing_stores, costs in now.items()}
 
     def over_spills(
@@ -328,24 +470,37 @@ class Choice:
         """Least cost of all runs; NEVER where nothing fits."""
         empty = np.full((1, self.states), NEVER, dtype=np.int64)
         empty[0, 0] = 0
-        cold = {backing_stores: costs[0] for backing_stores, costs in self.over_spills(effective, empty, None).items()}
+        cold = {
+            backing_stores: costs[0]
+            for backing_stores, costs in self.over_spills(effective, empty, None).items()
+        }
         if self.problem.runs == 1:
             return min((int(costs.min()) for costs in cold.values()), default=NEVER)
-        return min((self.session(effective, backing_stores, costs) for backing_stores, costs in cold.items()), default=NEVER)
+        return min(
+            (
+                self.session(effective, backing_stores, costs)
+                for backing_stores, costs in cold.items()
+            ),
+            default=NEVER,
+        )
 
     def session(self, effective: int, backing_stores: BackingStores, cold: np.ndarray) -> int:
-        """Least cost of a session whose first run costs ``cold`` [states] and ends with ``backing_stores``."""
+        """Least cost of a session whose first run costs ``cold`` [states] and ends with
+        ``backing_stores``."""
         starts = np.flatnonzero(cold < NEVER)
         begun = np.full((len(starts), self.states), NEVER, dtype=np.int64)
         begun[np.arange(len(starts)), starts] = 0
-        again = self.over_spills(effective, begun, backing_stores).get(backing_stores, np.full(begun.shape, NEVER))
+        again = self.over_spills(effective, begun, backing_stores).get(
+            backing_stores, np.full(begun.shape, NEVER)
+        )
         loop = again[np.arange(len(starts)), starts]
         fine = loop < NEVER
         return int(min(cold[starts][fine] + (self.problem.runs - 1) * loop[fine], default=NEVER))
 
 
 class Oracle:
-    """All choices for ``problem``. The device budget is an argument; the other budgets are the problem's."""
+    """All choices for ``problem``. The device budget is an argument; the other budgets are the
+    problem's."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -355,9 +510,18 @@ class Oracle:
         of = self.problem
         stages = tuple(dict.fromkeys(phase.stage for phase in of.phases))
         orders = [stages] if of.precedence is None else list(permutations(stages))
-        plain = {stage: tuple(phase for phase in of.phases if phase.stage == stage) for stage in stages}
+        plain = {
+            stage: tuple(phase for phase in of.phases if phase.stage == stage) for stage in stages
+        }
         runs = [
-            [plain[stage], *(o.phases for o in of.options if o.stage == stage and (not o.needs or o.needs in of.allow))]
+            [
+                plain[stage],
+                *(
+                    o.phases
+                    for o in of.options
+                    if o.stage == stage and (not o.needs or o.needs in of.allow)
+                ),
+            ]
             for stage in stages
         ]
         for order in orders:
@@ -367,14 +531,27 @@ class Oracle:
                 run = dict(zip(stages, picked, strict=True))
                 phases = [phase for stage in order for phase in run[stage]]
                 used = {use.component for phase in phases for use in phase.uses}
-                for variants in product(*(self.usable(component.name, component.variants) for component in of.components)):
+                for variants in product(
+                    *(
+                        self.usable(component.name, component.variants)
+                        for component in of.components
+                    )
+                ):
                     named = zip(of.components, variants, strict=True)
-                    stored = sum(variant.stored_bytes for component, variant in named if component.name in used)
+                    stored = sum(
+                        variant.stored_bytes
+                        for component, variant in named
+                        if component.name in used
+                    )
                     if of.disk_bytes is None or stored <= of.disk_bytes:
                         yield order, phases, list(variants)
 
     def usable(self, name: str, variants: tuple[Variant, ...]) -> list[Variant]:
-        demanded = {directive.placement for directive in self.problem.directives if directive.component == name}
+        demanded = {
+            directive.placement
+            for directive in self.problem.directives
+            if directive.component == name
+        }
         return [
             variant
             for variant in variants
@@ -390,7 +567,15 @@ class Oracle:
 
     def smallest_effective(self) -> int | None:
         """The least effective budget for which a plan exists; None: no device budget is enough."""
-        sums = sorted({int(held) for choice in self.choices for table in choice.tables for held in table["held"]} | {0})
+        sums = sorted(
+            {
+                int(held)
+                for choice in self.choices
+                for table in choice.tables
+                for held in table["held"]
+            }
+            | {0}
+        )
         if self.best(sums[-1]) is None:
             return None
         low, high = 0, sums[-1]

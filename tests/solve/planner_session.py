@@ -1,4 +1,5 @@
-"""A problem with variants, options, orders and sessions, and plans for it in text form, for tests of `check` and `simulate`."""
+"""A problem with variants, options, orders and sessions, and plans for it in text form, for tests
+of `check` and `simulate`."""
 
 from __future__ import annotations
 
@@ -99,10 +100,16 @@ slot end
 
 
 def example_problem(**changes: object) -> Problem:
-    """Four stages. ``te`` may compute on the CPU, ``dit`` may have its backing store on disk; nf4 and slicing need permission."""
-    te, dit = component("te", ("remainder", 1, 2 * K)), component("dit", ("big", 4, 2 * K), ("remainder", 1, K))
+    """Four stages. ``te`` may compute on the CPU, ``dit`` may have its backing store on disk; nf4
+    and slicing need permission."""
+    te, dit = (
+        component("te", ("remainder", 1, 2 * K)),
+        component("dit", ("big", 4, 2 * K), ("remainder", 1, K)),
+    )
     (te_variant,), (dit_variant,) = te.variants, dit.variants
-    read_in_run = replace(dit_variant, load_seconds=(2.0, 1.0), read_seconds=(4.0, 2.0), transient_bytes=100)
+    read_in_run = replace(
+        dit_variant, load_seconds=(2.0, 1.0), read_seconds=(4.0, 2.0), transient_bytes=100
+    )
     components = (
         replace(te, variants=(replace(te_variant, read_seconds=(2.0,)), _on_cpu(te_variant))),
         component("up", ("mid", 2, K), seconds_per_byte=1 / K),
@@ -131,7 +138,11 @@ def example_problem(**changes: object) -> Problem:
         decode,
     )
     options = (
-        StageOption("decode", "tiling", (replace(decode, first_bytes=K, uses=(Use("vae", 1, (1,), (2.0,)),)),)),
+        StageOption(
+            "decode",
+            "tiling",
+            (replace(decode, first_bytes=K, uses=(Use("vae", 1, (1,), (2.0,)),)),),
+        ),
         StageOption("decode", "slicing", (replace(decode, first_bytes=0),), needs="slicing"),
     )
     values = (
@@ -143,11 +154,17 @@ def example_problem(**changes: object) -> Problem:
         precedence=(("encode", "denoise"), ("refine", "denoise"), ("denoise", "decode")),
         options=options,
     )
-    return replace(of, hardware=replace(of.hardware, d2h_bytes_per_second=256, h2d_bytes_per_second=512), **changes)  # type: ignore[arg-type]
+    return replace(
+        of,
+        hardware=replace(of.hardware, d2h_bytes_per_second=256, h2d_bytes_per_second=512),
+        **changes,
+    )  # type: ignore[arg-type]
 
 
 def _on_cpu(variant: object) -> object:
-    return replace(variant, backing_store="pageable", device="cpu", read_seconds=(2.0,), slowdown=8.0)  # type: ignore[type-var]
+    return replace(
+        variant, backing_store="pageable", device="cpu", read_seconds=(2.0,), slowdown=8.0
+    )  # type: ignore[type-var]
 
 
 def plan_for(of: Problem, text: str) -> Plan:

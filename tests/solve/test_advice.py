@@ -50,7 +50,9 @@ def test_what_would_help_a_slow_plan_is_solved_for_and_can_be_typed() -> None:
     assert {"--ram 21G", "--source FOLDER", "--allow fp8", "--allow fp8 --source FOLDER"} <= {
         name.replace(str(21 * GIB), "21G") for name in by
     }
-    assert [repair.changes_output for repair in found] == sorted(repair.changes_output for repair in found)
+    assert [repair.changes_output for repair in found] == sorted(
+        repair.changes_output for repair in found
+    )
     assert all(repair.seconds <= 0.9 * solution.simulation.total_seconds for repair in found)
     more = solve(replace(problem, ram_bytes=21 * GIB)).simulation.total_seconds
     assert by[f"--ram {21 * GIB}"].seconds == pytest.approx(more, rel=0.02)
@@ -58,7 +60,8 @@ def test_what_would_help_a_slow_plan_is_solved_for_and_can_be_typed() -> None:
     assert "\n --ram 21G " in screen
     assert max(map(len, screen.splitlines())) <= 80
     assert re.search(
-        r"--allow fp8 --source FOLDER +[\d.]+ s  changes the output, from a checkpoint\n +already in that precision", screen
+        r"--allow fp8 --source FOLDER +[\d.]+ s  changes the output, from a checkpoint\n +already in that precision",
+        screen,
     )
     assert "in fp8 97.5% and 96.0%, PSNR 50.5 dB" in " ".join(screen.split())
 
@@ -70,5 +73,8 @@ def test_a_plan_that_mostly_computes_gets_no_advice() -> None:
 def test_the_figures_of_precisions_are_those_measured() -> None:
     rows = {row["name"]: row for row in json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]}
     assert (rows["bf16"]["one"], rows["bf16"]["two"]) == PLAIN
-    assert {name: (rows[name]["one"], rows[name]["two"], round(rows[name]["psnr"], 1)) for name in MEASURED} == MEASURED
+    assert {
+        name: (rows[name]["one"], rows[name]["two"], round(rows[name]["psnr"], 1))
+        for name in MEASURED
+    } == MEASURED
     assert measured(("tiling", "cpu")) == []

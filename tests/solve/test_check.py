@@ -70,11 +70,27 @@ def test_the_unchanged_plan_is_valid() -> None:
         ("slot end\n  evict vae mid[0,1]\n", "", [("structure", 7, -1)]),
         ("  run\nslot denoise/0:dit steady", "slot denoise/0:dit steady", [("order", 3, -1)]),
         ("  evict te all\n", "  evict te all\n  run\n", [("order", 2, -1)]),
-        ("  load dit remainder[0] from pinned\n  run", "  run\n  load dit remainder[0] from pinned", [("order", 1, 0)]),
-        ("  evict te all\n  load dit big[1] from pinned", "  load dit big[1] from pinned\n  evict te all", [("order", 2, 1)]),
+        (
+            "  load dit remainder[0] from pinned\n  run",
+            "  run\n  load dit remainder[0] from pinned",
+            [("order", 1, 0)],
+        ),
+        (
+            "  evict te all\n  load dit big[1] from pinned",
+            "  load dit big[1] from pinned\n  evict te all",
+            [("order", 2, 1)],
+        ),
         ("load te all", "load te all from pinned\n  load tee all", [("unknown", 0, 1)]),
-        ("load vae mid[0]", "load vae mid[0,2]", [("unknown", 4, 2), ("evict-absent", 7, 0), ("not-streamable", 6, -1)]),
-        ("  load vae mid[0] from pinned\n", "  load vae mid[0] from pinned\n  drop vie\n", [("unknown", 4, 3), ("order", 4, 3)]),
+        (
+            "load vae mid[0]",
+            "load vae mid[0,2]",
+            [("unknown", 4, 2), ("evict-absent", 7, 0), ("not-streamable", 6, -1)],
+        ),
+        (
+            "  load vae mid[0] from pinned\n",
+            "  load vae mid[0] from pinned\n  drop vie\n",
+            [("unknown", 4, 3), ("order", 4, 3)],
+        ),
         ("load dit big[1] from", "load dit big[1] remainder[0] from", [("load-present", 2, 1)]),
         ("load te all from pinned", "load te all from disk", [("backing-store", 0, 0)]),
         ("  evict te all\n", "  evict te all\n  evict vae unused[0]\n", [("evict-absent", 2, 1)]),
@@ -82,33 +98,59 @@ def test_the_unchanged_plan_is_valid() -> None:
         (
             "  load dit remainder[0] from pinned\n",
             "",
-            [("not-streamable", 3, -1), ("not-streamable", 4, -1), ("stream", 3, 0), ("evict-absent", 5, 0)],
+            [
+                ("not-streamable", 3, -1),
+                ("not-streamable", 4, -1),
+                ("stream", 3, 0),
+                ("evict-absent", 5, 0),
+            ],
         ),
-        ("  load vae mid[0]", "  load dit big[0] from pinned\n  load vae mid[0]", [("steady-load", 4, -1), ("stream", 4, 1)]),
+        (
+            "  load vae mid[0]",
+            "  load dit big[0] from pinned\n  load vae mid[0]",
+            [("steady-load", 4, -1), ("stream", 4, 1)],
+        ),
         ("keep big[0,1]", "keep big[1]", [("stream", 3, 0)]),
-        ("  evict te all\n", "  evict te all\n  stream dit keep remainder[0] ring 4 KiB\n", [("stream", 2, 1)]),
+        (
+            "  evict te all\n",
+            "  evict te all\n  stream dit keep remainder[0] ring 4 KiB\n",
+            [("stream", 2, 1)],
+        ),
         ("big[0,1] remainder[0] ring 4 KiB", "big[0,1] remainder[0] ring 2047 B", [("ring", 3, 0)]),
         ("  evict vae mid[0,1]", "  evict vae mid[0]", [("baseline", 7, -1)]),
     ],
 )
-def test_a_violation_names_rule_slot_and_action(old: str, new: str, broken: list[tuple[str, int, int]]) -> None:
+def test_a_violation_names_rule_slot_and_action(
+    old: str, new: str, broken: list[tuple[str, int, int]]
+) -> None:
     assert old in GOOD
     assert set(broken) <= set(broken_rules(GOOD.replace(old, new)))
-    assert {rule for rule, _, _ in broken_rules(GOOD.replace(old, new))} <= {rule for rule, _, _ in broken} | {"baseline"}
+    assert {rule for rule, _, _ in broken_rules(GOOD.replace(old, new))} <= {
+        rule for rule, _, _ in broken
+    } | {"baseline"}
 
 
 def test_a_ring_needs_room_for_the_largest_streamed_block() -> None:
     assert broken_rules(GOOD.replace("ring 4 KiB", "ring 2 KiB")) == []
-    assert broken_rules(GOOD.replace("ring 4 KiB", "ring 2047 B")) == [("ring", 3, 0), ("ring", 4, 1)]
+    assert broken_rules(GOOD.replace("ring 4 KiB", "ring 2047 B")) == [
+        ("ring", 3, 0),
+        ("ring", 4, 1),
+    ]
 
 
 def test_budgets_are_exact_to_the_byte() -> None:
-    # denoise first: 5 KiB weights + 4 KiB ring + 900 + 412 + 100; steady: 3 KiB + 1 KiB prefetch + 4 KiB ring + 1000 + 412 + 100
+    # denoise first: 5 KiB weights + 4 KiB ring + 900 + 412 + 100; steady: 3 KiB + 1 KiB prefetch +
+    # 4 KiB ring + 1000 + 412 + 100
     first = 5 * K + 4 * K + 900 + 512
     assert broken_rules(GOOD, example_problem(first)) == []
-    (found,) = check(example_problem(first - 1), parse(GOOD.format(digest=example_problem(first - 1).digest)))
+    (found,) = check(
+        example_problem(first - 1), parse(GOOD.format(digest=example_problem(first - 1).digest))
+    )
     assert (found.rule, found.slot) == ("vram", 3)
-    assert found.detail == f"5120 weights + 4096 rings + 900 activation + 512 values and live-in = {first} > {first - 1} bytes"
+    assert (
+        found.detail
+        == f"5120 weights + 4096 rings + 900 activation + 512 values and live-in = {first} > {first - 1} bytes"
+    )
     host = 2 * K + 9 * K + 3 * K
     assert broken_rules(GOOD, example_problem(ram_bytes=host)) == []
     assert broken_rules(GOOD, example_problem(ram_bytes=host - 1)) == [("ram", 0, -1)]
@@ -124,7 +166,9 @@ def test_device_allocations_are_rounded_up() -> None:
 
 def test_an_immovable_component_is_neither_evicted_nor_streamed() -> None:
     whole = example_problem()
-    dit = replace(whole.components[1], variants=(replace(whole.components[1].variants[0], movable=False),))
+    dit = replace(
+        whole.components[1], variants=(replace(whole.components[1].variants[0], movable=False),)
+    )
     fixed = replace(whole, components=(whole.components[0], dit, whole.components[2]))
     assert {rule for rule, _, _ in broken_rules(GOOD, fixed)} == {"immovable", "not-streamable"}
 

@@ -1,4 +1,5 @@
-"""The solver agrees with an independent CP-SAT formulation, run in a process of its own: OR-tools and HiGHS cannot share one."""
+"""The solver agrees with an independent CP-SAT formulation, run in a process of its own: OR-tools
+and HiGHS cannot share one."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def least(problems: dict[str, Problem], folder: Path) -> dict[str, dict[str, flo
         files[-1].write_text(json.dumps(of.to_json()))
     command = [sys.executable, str(MODEL), str(LIMIT), *map(str, files)]
     run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, f"ortools is a test dependency (pip install -e .[test]): {run.stderr[-500:]}"
+    assert run.returncode == 0, (
+        f"ortools is a test dependency (pip install -e .[test]): {run.stderr[-500:]}"
+    )
     return dict(zip(problems, map(json.loads, run.stdout.splitlines()), strict=True))
 
 
@@ -48,7 +51,9 @@ def agrees(of: Problem, found: dict[str, float | None]) -> None:
     assert found["proven"]
     assert found["seconds"] is not None
     bound, simulated = solution.bound_seconds, solution.simulation.total_seconds
-    if simulated < found["seconds"]:  # its copies overlap more than the program knows, and the bound is another one
+    if (
+        simulated < found["seconds"]
+    ):  # its copies overlap more than the program knows, and the bound is another one
         assert bound <= simulated * (1 + 1e-6)
         answer = choose([Formulation(each.program) for each in stage_choices(of)[0]])
         assert answer is not None
@@ -62,7 +67,8 @@ GRAPHS = ("flux-dev", "sdxl", "hidream", "cogview4", "wan-14b", "auraflow")
 @pytest.mark.long
 @pytest.mark.parametrize("name", sampled(GRAPHS, ["flux-dev", "cogview4", "wan-14b"], "cpsat"))
 def test_real_graphs_at_several_budgets(name: str, tmp_path: Path) -> None:
-    budgets = (2, 8, 48) if name == "hidream" else (2, 4, 6, 8, 12, 16, 24)  # CP-SAT is slow with four encoders
+    # CP-SAT is slow with four encoders
+    budgets = (2, 8, 48) if name == "hidream" else (2, 4, 6, 8, 12, 16, 24)
     problems = {str(gib): real(name, gib) for gib in budgets}
     found = least(problems, tmp_path)
     for gib, of in problems.items():
@@ -72,7 +78,9 @@ def test_real_graphs_at_several_budgets(name: str, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_real_graphs_with_backing_stores_and_precisions(tmp_path: Path) -> None:
     problems = {
-        f"{gib} {ram} {len(allow)}": replace(with_backing_stores(real("flux-dev", gib), ram), allow=allow)
+        f"{gib} {ram} {len(allow)}": replace(
+            with_backing_stores(real("flux-dev", gib), ram), allow=allow
+        )
         for gib, ram, allow in ((8, 16, ()), (8, 32, ()), (16, 16, ()), (8, 16, ("fp8",)))
     }
     found = least(problems, tmp_path)
@@ -87,7 +95,8 @@ TWO_CARDS = ((8, 8, 10), (8, 6, 2), (6, 12, 1), (8, 1, 10))  # GiB of each, runs
 @pytest.mark.sweep("cpsat")
 @pytest.mark.parametrize("case", TWO_CARDS, ids=str)
 def test_a_real_graph_over_two_cards(case: tuple[int, int, int], tmp_path: Path) -> None:
-    """CP-SAT says of every block where it lies, the solver how many of each segment are elsewhere."""
+    """CP-SAT says of every block where it lies, the solver how many of each segment are
+    elsewhere."""
     gib, on_helper, runs = case
     of = real("flux-dev-two-cards", gib)
     of = replace(of, helpers=(replace(of.helpers[0], budget_bytes=on_helper * 2**30),), runs=runs)
@@ -103,7 +112,9 @@ def test_a_session_of_a_real_graph(tmp_path: Path) -> None:
         agrees(of, found[name])
 
 
-@pytest.mark.parametrize("seeds", sampled((range(60, 65), range(65, 75)), (range(60, 65),), "cpsat"), ids=str)
+@pytest.mark.parametrize(
+    "seeds", sampled((range(60, 65), range(65, 75)), (range(60, 65),), "cpsat"), ids=str
+)
 def test_random_problems_in_which_a_component_may_be_split(seeds: range, tmp_path: Path) -> None:
     problems = {str(seed): splittable(seed)[0] for seed in seeds}
     found = least(problems, tmp_path)

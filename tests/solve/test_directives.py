@@ -1,4 +1,5 @@
-"""Directives: their meaning, their enforcement by `check`, and the refusal of those that no plan can satisfy."""
+"""Directives: their meaning, their enforcement by `check`, and the refusal of those that no plan
+can satisfy."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from graphrun.verify.simulate import simulate
 
 
 def twice() -> Problem:
-    """A component used in the first and the last of three phases, and another one between. Both fit on the device together."""
+    """A component used in the first and the last of three phases, and another one between. Both fit
+    on the device together."""
     te = component("te", ("layers", 4, MIB), ("remainder", 1, MIB))
     other = component("other", ("layers", 4, MIB), ("remainder", 1, MIB))
     uses = [(name, Use(name, 2, (2, 2), (1e-3, 1e-3))) for name in ("te", "other", "te")]
@@ -36,7 +38,12 @@ def broken_rules(of: Problem, plan: Plan) -> set[str]:
 
 
 def loads(plan: Plan, name: str) -> list[str]:
-    return [slot.phase for slot in plan.slots for a in slot.actions if isinstance(a, Load) and a.component == name]
+    return [
+        slot.phase
+        for slot in plan.slots
+        for a in slot.actions
+        if isinstance(a, Load) and a.component == name
+    ]
 
 
 @pytest.mark.parametrize(
@@ -48,12 +55,16 @@ def loads(plan: Plan, name: str) -> list[str]:
         (flux(8 * GIB, steps=4), "exclude", "transformer"),
     ],
 )
-def test_a_plan_against_a_directive_is_refused_and_the_solver_satisfies_it(of: Problem, placement: Placement, name: str) -> None:
+def test_a_plan_against_a_directive_is_refused_and_the_solver_satisfies_it(
+    of: Problem, placement: Placement, name: str
+) -> None:
     free, directed_problem = solve(of), with_directives(of, (placement, name))
     assert placement in broken_rules(directed_problem, free.plan)
     solution = solve(directed_problem)
     assert check(directed_problem, solution.plan) == ()
-    assert solution.objective_seconds >= free.objective_seconds - 1e-6, "a directive never saves time"
+    assert solution.objective_seconds >= free.objective_seconds - 1e-6, (
+        "a directive never saves time"
+    )
 
 
 def test_whole_forbids_streaming() -> None:
@@ -62,18 +73,33 @@ def test_whole_forbids_streaming() -> None:
     streaming = solve(of).plan
     assert "whole" in broken_rules(with_directives(of, ("whole", "text_encoder_2")), streaming)
     plan = solve(with_directives(roomy, ("whole", "text_encoder_2"))).plan
-    assert not [a for slot in plan.slots for a in slot.actions if isinstance(a, Stream) and a.component == "text_encoder_2"]
+    assert not [
+        a
+        for slot in plan.slots
+        for a in slot.actions
+        if isinstance(a, Stream) and a.component == "text_encoder_2"
+    ]
 
 
 def test_the_effect_of_each_directive_when_everything_fits() -> None:
     of = twice()
-    assert set(loads(solve(of).plan, "te")) == {"s0/0:te"}, "it stays on the device without a directive"
+    assert set(loads(solve(of).plan, "te")) == {"s0/0:te"}, (
+        "it stays on the device without a directive"
+    )
     dropped = solve(with_directives(of, ("drop", "te"))).plan
     assert set(loads(dropped, "te")) == {"s0/0:te", "s2/0:te"}
     excluded = solve(with_directives(of, ("exclude", "te")))
-    loaded = [a.blocks for slot in excluded.plan.slots for a in slot.actions if isinstance(a, Load) and a.component == "te"]
+    loaded = [
+        a.blocks
+        for slot in excluded.plan.slots
+        for a in slot.actions
+        if isinstance(a, Load) and a.component == "te"
+    ]
     assert set(loaded) == {(("remainder", (0,)),)}, "only blocks that cannot be streamed are loaded"
-    assert simulate(excluded.problem, excluded.plan).moved_bytes > simulate(of, solve(of).plan).moved_bytes
+    assert (
+        simulate(excluded.problem, excluded.plan).moved_bytes
+        > simulate(of, solve(of).plan).moved_bytes
+    )
     kept = solve(with_directives(of, ("keep", "other"))).plan
     assert "keep" not in broken_rules(with_directives(of, ("keep", "other")), kept)
 
@@ -100,7 +126,9 @@ def test_the_digest_depends_on_directives_but_not_on_their_order() -> None:
         ((("whole", "transformer"), ("exclude", "transformer")), "do without one of them"),
     ],
 )
-def test_a_directive_that_no_plan_can_satisfy_is_refused(directives: tuple[tuple[Placement, str], ...], words: str) -> None:
+def test_a_directive_that_no_plan_can_satisfy_is_refused(
+    directives: tuple[tuple[Placement, str], ...], words: str
+) -> None:
     with pytest.raises(InputError, match=words):
         with_directives(flux(8 * GIB), *directives)
 
@@ -117,7 +145,9 @@ def test_removing_an_infeasible_directive_is_among_the_repairs() -> None:
     of = with_directives(flux(8 * GIB), ("keep", "text_encoder_2"))
     with pytest.raises(Infeasible) as caught:
         solve(of)
-    assert "do without the directive keep text_encoder_2" in [repair.text for repair in caught.value.repairs]
+    assert "do without the directive keep text_encoder_2" in [
+        repair.text for repair in caught.value.repairs
+    ]
     solve(with_directives(of))
     least = smallest_budget(of)
     enough = replace(of, budget_bytes=least)
@@ -133,9 +163,15 @@ def test_a_reserve_reduces_the_effective_budget_exactly() -> None:
     assert reserved.effective_bytes == of.effective_bytes - GIB
     assert smallest_budget(reserved) == least + GIB
     assert reserved.digest != of.digest
-    enough, short = replace(reserved, budget_bytes=least + GIB), replace(reserved, budget_bytes=least + GIB - 1)
+    enough, short = (
+        replace(reserved, budget_bytes=least + GIB),
+        replace(reserved, budget_bytes=least + GIB - 1),
+    )
     assert check(enough, solve(enough).plan) == ()
-    assert str(solve(enough).plan).splitlines()[1:] == str(solve(replace(of, budget_bytes=least)).plan).splitlines()[1:]
+    assert (
+        str(solve(enough).plan).splitlines()[1:]
+        == str(solve(replace(of, budget_bytes=least)).plan).splitlines()[1:]
+    )
     assert "vram" in broken_rules(short, solve(enough).plan)
     with pytest.raises(Infeasible) as caught:
         solve(short)

@@ -15,7 +15,14 @@ from graphrun.files import Store
 from graphrun.model.directives import directed
 from graphrun.model.problem import Directive, Problem
 from graphrun.model.solution import Solution
-from graphrun.solve.frontier import at_budget, curve, curve_ends, frontier, sizes_between, values_between
+from graphrun.solve.frontier import (
+    at_budget,
+    curve,
+    curve_ends,
+    frontier,
+    sizes_between,
+    values_between,
+)
 from graphrun.solve.infeasible import smallest_budget
 from graphrun.solve.pages import carried_over, solved
 from graphrun.solve.solve import solve
@@ -33,7 +40,11 @@ def test_every_point_is_the_plan_for_its_budget_alone() -> None:
         found = simulate(alone.problem, alone.plan)
         assert point.solution is not None
         assert str(point.solution.plan) == str(alone.plan)
-        assert (point.seconds, point.peak_bytes, point.moved_bytes) == (found.seconds, found.peak_bytes, found.moved_bytes)
+        assert (point.seconds, point.peak_bytes, point.moved_bytes) == (
+            found.seconds,
+            found.peak_bytes,
+            found.moved_bytes,
+        )
 
 
 def test_time_never_rises_with_the_budget() -> None:
@@ -43,8 +54,11 @@ def test_time_never_rises_with_the_budget() -> None:
     assert all(later <= earlier + 1e-4 for earlier, later in zip(bounds, bounds[1:], strict=False))
 
 
-def test_what_a_frontier_carries_over_is_the_plan_for_the_larger_budget_from_then_on(tmp_path: Path) -> None:
-    """flux-tiny took 39.8 ms in 6.42 MiB and 40.2 in 9.35. Here the plan that is known for more streams all of the transformer."""
+def test_what_a_frontier_carries_over_is_the_plan_for_the_larger_budget_from_then_on(
+    tmp_path: Path,
+) -> None:
+    """flux-tiny took 39.8 ms in 6.42 MiB and 40.2 in 9.35. Here the plan that is known for more
+    streams all of the transformer."""
     small, large = (flux(gib * GIB, steps=4) for gib in (8, 9))
     worse = solve(directed(large, [Directive("exclude", "transformer")]))
     slow = carried_over(large, worse, 0.0)
@@ -60,10 +74,16 @@ def test_what_a_frontier_carries_over_is_the_plan_for_the_larger_budget_from_the
 
 @pytest.mark.sweep("frontier", of_all=4)
 @pytest.mark.parametrize(
-    "name", sorted(path.stem for path in GRAPHS.glob("*.yaml") if "-tiny" not in path.stem and path.stem != "pyramid-flow")
+    "name",
+    sorted(
+        path.stem
+        for path in GRAPHS.glob("*.yaml")
+        if "-tiny" not in path.stem and path.stem != "pyramid-flow"
+    ),
 )
 def test_no_frontier_of_a_reference_graph_rises(name: str, make_problem: Any) -> None:
-    """25 budgets, from the smallest that works to one for all components at once, or to the card's memory."""
+    """25 budgets, from the smallest that works to one for all components at once, or to the card's
+    memory."""
     problem = make_problem(name, 24 * GIB, hardware="rtx4090")
     least, most = curve_ends(problem)
     points = frontier(problem, [least + (most - least) * number // 24 for number in range(25)])
@@ -94,7 +114,9 @@ def test_no_budget_is_solved_beyond_the_card() -> None:
         return solved(of)
 
     least = smallest_budget(problem)
-    points = frontier(problem, (GIB, least - 1, least, 6 * GIB, 12 * GIB, 24 * GIB, 48 * GIB), counted)
+    points = frontier(
+        problem, (GIB, least - 1, least, 6 * GIB, 12 * GIB, 24 * GIB, 48 * GIB), counted
+    )
     assert asked == [GIB, least - 1, least, 6 * GIB, 8 * GIB]
     assert [point.fits for point in points] == [False, False, True, True, True, True, True]
     assert [point.budget_bytes // GIB for point in points[-3:]] == [12, 24, 48]
@@ -109,8 +131,11 @@ def test_no_budget_is_solved_beyond_the_card() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("card", "budget"), [(8, 6), (8, 8), (8, 24), (16, 6), (96, 8), (96, 60)])
-def test_a_curve_ends_at_the_card_and_solves_what_is_seen_of_it(card: int, budget: int, tmp_path: Path) -> None:
-    """The plan that the curve is drawn around is not solved again, nor a budget between two that take as long."""
+def test_a_curve_ends_at_the_card_and_solves_what_is_seen_of_it(
+    card: int, budget: int, tmp_path: Path
+) -> None:
+    """The plan that the curve is drawn around is not solved again, nor a budget between two that
+    take as long."""
     problem, asked = on_card(card, budget * GIB), list[int]()
     own = solve(problem)
 
@@ -132,9 +157,13 @@ def test_a_curve_ends_at_the_card_and_solves_what_is_seen_of_it(card: int, budge
     highest = points[0].seconds
     for low, high in pairwise(points):
         steep = low.seconds - high.seconds > highest / 100
-        assert not steep or high.budget_bytes - low.budget_bytes <= (end - least) / 8, "steep parts are drawn finely"
+        assert not steep or high.budget_bytes - low.budget_bytes <= (end - least) / 8, (
+            "steep parts are drawn finely"
+        )
     store, steps = Store(tmp_path), list[str]()
-    assert [point.seconds for point in curve_for(problem, own, store, steps.append)] == [point.seconds for point in points]
+    assert [point.seconds for point in curve_for(problem, own, store, steps.append)] == [
+        point.seconds for point in points
+    ]
     assert len(steps) == len(asked)
     assert "GiB" in steps[-1]
     curve_for(problem, own, store, steps.append)
@@ -157,6 +186,14 @@ def test_malformed_ranges_of_budgets_are_refused(text: str) -> None:
 
 def test_a_range_of_an_input() -> None:
     assert values_between("height=512:1100:256") == ("height", (512, 768, 1024))
-    for text in ("height", "height=512", "height=9:8:1", "height=8:9:0", "=8:9:1", "height=a:9:1", "height=1:99999:1"):
+    for text in (
+        "height",
+        "height=512",
+        "height=9:8:1",
+        "height=8:9:0",
+        "=8:9:1",
+        "height=a:9:1",
+        "height=1:99999:1",
+    ):
         with pytest.raises(InputError, match="sweep"):
             values_between(text)

@@ -1,4 +1,5 @@
-"""Components on helpers: the solver against brute force, the rules of `check`, and what a helper's budget decides."""
+"""Components on helpers: the solver against brute force, the rules of `check`, and what a helper's
+budget decides."""
 
 from __future__ import annotations
 
@@ -30,8 +31,14 @@ BLOCKS = [range(start, start + 10) for start in range(0, SEEDS, 10)]
 
 def on_helpers(of: Problem, variants: tuple[tuple[str, str], ...]) -> list[str]:
     """Components that ``variants`` of a plan place on helpers."""
-    only = [(component.name, component.variants[0].name) for component in of.components if len(component.variants) == 1]
-    return [name for name, variant in (*variants, *only) if variant.split()[2] not in ("device", "cpu")]
+    only = [
+        (component.name, component.variants[0].name)
+        for component in of.components
+        if len(component.variants) == 1
+    ]
+    return [
+        name for name, variant in (*variants, *only) if variant.split()[2] not in ("device", "cpu")
+    ]
 
 
 @pytest.mark.long
@@ -49,9 +56,11 @@ def test_solver_agrees_with_brute_force(seeds: range) -> None:
         plan, run = checked_optimum(of, answer, found[answer.number], best, seed)
         for number, helper in enumerate(of.helpers):
             peaks = [slot.helper_peaks[number] for slot in (*run.slots, *run.again)]
-            assert max(peaks) == max(answer.program.helper_bytes(answer.choice, number + 1), default=0) <= helper.effective_bytes, (
-                seed
-            )
+            assert (
+                max(peaks)
+                == max(answer.program.helper_bytes(answer.choice, number + 1), default=0)
+                <= helper.effective_bytes
+            ), seed
         placed += bool(on_helpers(of, plan.variants))
     assert placed or seeds != BLOCKS[0], "no problem of these places a component on a helper"
 
@@ -64,7 +73,10 @@ def two_cards(budget_bytes: int = 8000) -> Problem:
         made = component(name, ("k", 4, 1024), seconds_per_byte=1 / 256)
         there = replace(made.variants[0], device="device1", streamable=False, slowdown=1.01)
         components.append(replace(made, variants=(made.variants[0], there)))
-    phases = tuple(PhaseNumbers(f"s{name}", 0, (Use(name, n, (n,), (1.0,), crossing=(512, 512)),), 0, 512, 512) for name, n in used)
+    phases = tuple(
+        PhaseNumbers(f"s{name}", 0, (Use(name, n, (n,), (1.0,), crossing=(512, 512)),), 0, 512, 512)
+        for name, n in used
+    )
     of = problem(budget_bytes, tuple(components), phases, on=hardware())
     return replace(of, helpers=(Helper(hardware(), 8000),))
 
@@ -75,7 +87,10 @@ def test_where_the_first_device_is_short_the_encoder_is_on_the_second() -> None:
     assert on_helpers(short, solution.plan.variants) == ["te"]
     assert "variant te bfloat16 pinned device1" in str(solution.plan)
     assert solution.simulation.again_moved_bytes == 0
-    assert solution.simulation.total_seconds < solve(replace(short, helpers=(Helper(hardware(), 0),))).simulation.total_seconds
+    assert (
+        solution.simulation.total_seconds
+        < solve(replace(short, helpers=(Helper(hardware(), 0),))).simulation.total_seconds
+    )
 
 
 @pytest.mark.sweep("helpers")
@@ -87,18 +102,25 @@ def test_where_the_first_device_is_short_the_encoder_is_on_the_second() -> None:
 def test_a_large_problem_is_no_slower_with_a_helper_than_without(
     name: str, first: tuple[str, int], second: tuple[str, int], dry: Any
 ) -> None:
-    """It is solved within a gap, in which the plan with the helper was slower; Wan 14B in 16 GiB by 2 s of six hours, in pages."""
+    """It is solved within a gap, in which the plan with the helper was slower; Wan 14B in 16 GiB by
+    2 s of six hours, in pages."""
     graph, probed, inputs = dry(name)
 
     def seconds(*helpers: Helper) -> float:
         limits = Limits(first[1] * 2**30, 64 * 2**30, runs=10, helpers=helpers)
-        return solve(problem_of(graph, probed, devices.hardware(first[0]), limits, inputs)).simulation.total_seconds
+        return solve(
+            problem_of(graph, probed, devices.hardware(first[0]), limits, inputs)
+        ).simulation.total_seconds
 
     assert seconds(Helper(devices.hardware(second[0]), second[1] * 2**30)) <= seconds()
 
 
 def test_a_problem_with_one_device_says_nothing_of_others() -> None:
-    text = json.dumps(problem(8000, (component("a", ("k", 4, 1024)),), (PhaseNumbers("s", 0, (), 0, 0, 0),)).to_json())
+    text = json.dumps(
+        problem(
+            8000, (component("a", ("k", 4, 1024)),), (PhaseNumbers("s", 0, (), 0, 0, 0),)
+        ).to_json()
+    )
     assert not [word for word in ("helper", "crossing") if word in text]
     assert "helper" in json.dumps(two_cards().to_json())
 

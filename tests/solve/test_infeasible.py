@@ -1,4 +1,5 @@
-"""Explanations of infeasible problems: memory terms that add up, exact smallest budgets, and repairs that work."""
+"""Explanations of infeasible problems: memory terms that add up, exact smallest budgets, and
+repairs that work."""
 
 from __future__ import annotations
 
@@ -27,7 +28,12 @@ def test_each_phase_that_does_not_fit_is_named_with_its_terms() -> None:
     assert error.exit_code == 3
     assert [(need.phase, need.part) for need in error.needs] == [("decode/0:vae", "first")]
     (need,) = error.needs
-    assert (need.weights_bytes, need.ring_bytes, need.activation_bytes, need.values_bytes) == (160 * MIB, 0, 1536 * MIB, 2 * MIB)
+    assert (need.weights_bytes, need.ring_bytes, need.activation_bytes, need.values_bytes) == (
+        160 * MIB,
+        0,
+        1536 * MIB,
+        2 * MIB,
+    )
     assert need.total_bytes == 1698 * MIB
     assert need.available_bytes == 2 * GIB - 650 * MIB
     assert "decode/0:vae first needs 1.66G = 160M fixed weights + 0B ring" in str(error)
@@ -50,18 +56,30 @@ def test_the_smallest_budget_is_exact() -> None:
 
 def test_with_the_largest_block_alone_in_the_ring_a_plan_exists_and_with_a_byte_less_none() -> None:
     one = component("one", ("large", 3, 10 * 1024), ("small", 9, 4 * 1024), ("remainder", 1, 1024))
-    of = problem(11 * 1024 + 512, (one,), (PhaseNumbers("s", 0, (Use("one", 2, (2, 2, 2), (1.0, 1.0, 0.0)),), 0, 512, 0),))
+    of = problem(
+        11 * 1024 + 512,
+        (one,),
+        (PhaseNumbers("s", 0, (Use("one", 2, (2, 2, 2), (1.0, 1.0, 0.0)),), 0, 512, 0),),
+    )
     assert smallest_budget(of) == 11 * 1024 + 512
     solution = solve(of)
     assert check(of, solution.plan) == ()
-    rings = {action.ring_bytes for slot in solution.plan.slots for action in slot.actions if isinstance(action, Stream)}
+    rings = {
+        action.ring_bytes
+        for slot in solution.plan.slots
+        for action in slot.actions
+        if isinstance(action, Stream)
+    }
     assert rings == {10 * 1024}
     refused(replace(of, budget_bytes=11 * 1024 + 511))
 
 
 def test_first_and_steady_slots_are_sized_separately() -> None:
-    # first streams wide blocks through a ring of 30 KiB; steady streams none of them and has 51 KiB of activation and 10 of ring
-    one = component("one", ("tall", 1, 10 * 1024, True), ("small", 10, 4 * 1024), ("wide", 10, 30 * 1024))
+    # first streams wide blocks through a ring of 30 KiB; steady streams none of them and has 51 KiB
+    # of activation and 10 of ring
+    one = component(
+        "one", ("tall", 1, 10 * 1024, True), ("small", 10, 4 * 1024), ("wide", 10, 30 * 1024)
+    )
     phase = PhaseNumbers("s", 0, (Use("one", 3, (3, 3, 1), (1.0, 1.0, 1.0)),), 0, 0, 51 * 1024)
     of = problem(61 * 1024, (one,), (phase,))
     assert smallest_budget(of) == 61 * 1024
@@ -78,11 +96,17 @@ def test_ram_holds_every_backing_store() -> None:
     assert (error.binding, error.needs, error.smallest_ram_bytes) == ("RAM", (), total)
     separate = [repair for repair in error.repairs if "separately" in repair.text]
     (ram,) = [repair for repair in error.repairs if repair not in separate]
-    assert ram.text == f"raise the RAM budget from {typed_size(total - 1, down=True)} to {typed_size(total)}"
+    assert (
+        ram.text
+        == f"raise the RAM budget from {typed_size(total - 1, down=True)} to {typed_size(total)}"
+    )
     assert parse_size(typed_size(total - 1, down=True)) < total <= parse_size(typed_size(total))
     assert f'ram="{typed_size(total)}": {ram.text}' in str(error)
     assert ram.seconds == pytest.approx(solve(of).objective_seconds), "each is verified by a solve"
-    assert [repair.change for repair in separate] == [(("--until", "encode"),), (("--until", "denoise"),)]
+    assert [repair.change for repair in separate] == [
+        (("--until", "encode"),),
+        (("--until", "denoise"),),
+    ]
     assert not any(repair.changes_output for repair in error.repairs)
 
 

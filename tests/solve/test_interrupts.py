@@ -34,13 +34,16 @@ def interrupt() -> None:
 
 
 def hard_program() -> tuple[linear.MilpModel, linear.Linear]:
-    """A market split problem of 5 rows and 40 columns, which branch and bound enumerates for hours."""
+    """A market split problem of 5 rows and 40 columns, which branch and bound enumerates for
+    hours."""
     model, numbers = linear.MilpModel(0.0), np.random.default_rng(1).integers(0, 100, (5, 40))
     columns, excess = [model.binary() for _ in range(40)], []
     for row in numbers:
         over, under = model.column(), model.column()
         excess += [over, under]
-        left = linear.total([column * float(number) for column, number in zip(columns, row, strict=True)])
+        left = linear.total(
+            [column * float(number) for column, number in zip(columns, row, strict=True)]
+        )
         model.add((left + over - under).equals(float(row.sum() // 2)))
     return model, linear.total(excess)
 
@@ -86,7 +89,9 @@ def test_a_handler_of_the_process_is_left_alone_and_called(monkeypatch: pytest.M
 def test_a_solver_is_freed_without_garbage_collection() -> None:
     made, init = list[Any](), linear._Quiet.__init__
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear._Quiet, "__init__", lambda self: (init(self), made.append(weakref.ref(self)))[0])
+        patch.setattr(
+            linear._Quiet, "__init__", lambda self: (init(self), made.append(weakref.ref(self)))[0]
+        )
         gc.disable()
         try:
             model = linear.MilpModel(0.0)
@@ -97,7 +102,10 @@ def test_a_solver_is_freed_without_garbage_collection() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sampled(["flux-tiny", "blocks", "flux-dev", "session"], ["flux-tiny", "blocks"], "interrupts"))
+@pytest.mark.parametrize(
+    "name",
+    sampled(["flux-tiny", "blocks", "flux-dev", "session"], ["flux-tiny", "blocks"], "interrupts"),
+)
 def test_after_a_candidate_the_best_plan_so_far_fits_and_its_bound_holds(
     name: str, make_problem: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,9 +115,14 @@ def test_after_a_candidate_the_best_plan_so_far_fits_and_its_bound_holds(
     elif name == "flux-tiny":
         problem = make_problem(name, 6 * MIB, hardware="sim:pages=0.0005")
     else:
-        problem = replace(make_problem("flux-dev", 8 * GIB, hardware="rtx4090"), runs=8 if name == "session" else 1)
+        problem = replace(
+            make_problem("flux-dev", 8 * GIB, hardware="rtx4090"),
+            runs=8 if name == "session" else 1,
+        )
     offer, offered = interrupts.offer, list[Candidate]()
-    monkeypatch.setattr(fastest, "offer", lambda candidate: (offered.append(candidate), offer(candidate))[1])
+    monkeypatch.setattr(
+        fastest, "offer", lambda candidate: (offered.append(candidate), offer(candidate))[1]
+    )
     final = solve.solve(problem)
     count, known = len(offered), 0
     assert count > 1
@@ -144,10 +157,14 @@ def test_before_the_first_candidate_there_is_no_plan(monkeypatch: pytest.MonkeyP
     with pytest.raises(PlanningInterrupted) as caught:
         solve.solve(flux(8 * GIB))
     assert caught.value.best() is None
-    assert isinstance(caught.value, KeyboardInterrupt), "as Python's own: nothing swallows it by accident"
+    assert isinstance(caught.value, KeyboardInterrupt), (
+        "as Python's own: nothing swallows it by accident"
+    )
 
 
-def test_while_looking_for_what_helps_it_is_known_that_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_looking_for_what_helps_it_is_known_that_nothing_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(solve, "refusal", lambda problem: interrupt())
     with pytest.raises(PlanningInterrupted) as caught:
         solve.solve(flux(GIB))
@@ -161,5 +178,8 @@ def test_a_candidate_for_other_times_or_beyond_the_budget_is_no_plan() -> None:
         solve.solved(problem)
     assert best_of(candidates, problem) is not None
     assert best_of(candidates, replace(problem, budget_bytes=GIB)) is None
-    others = [replace(each, problem=replace(each.problem, components=each.problem.components[:1])) for each in candidates]
+    others = [
+        replace(each, problem=replace(each.problem, components=each.problem.components[:1]))
+        for each in candidates
+    ]
     assert best_of(others, problem) is None

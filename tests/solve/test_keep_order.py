@@ -21,5 +21,7 @@ def test_prefixes_are_spread_evenly(count: int) -> None:
     order = keep_order(count)
     for kept in range(2, count):
         some = sorted(order[:kept])
-        distances = [after - before for before, after in zip(some, [*some[1:], some[0] + count], strict=True)]
+        distances = [
+            after - before for before, after in zip(some, [*some[1:], some[0] + count], strict=True)
+        ]
         assert max(distances) <= 2 * count / kept + 1

@@ -1,4 +1,5 @@
-"""Sessions of many runs are solved one run after the other: programs of half the size, and further runs that are as good."""
+"""Sessions of many runs are solved one run after the other: programs of half the size, and further
+runs that are as good."""
 
 from __future__ import annotations
 
@@ -37,13 +38,17 @@ def test_no_program_is_larger_than_that_of_one_run(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("seed", sampled(range(60), [3, 17, 21], "many runs"))
-def test_further_runs_are_as_fast_and_move_as_little_as_in_one_program_of_both_runs(seed: int) -> None:
+def test_further_runs_are_as_fast_and_move_as_little_as_in_one_program_of_both_runs(
+    seed: int,
+) -> None:
     programs = [of.program for of in stage_choices(replace(random_problem(seed), runs=100))[0]]
     both, found = choose([Formulation(program) for program in programs]), choose_for(programs)
     if both is None or found is None:
         assert both is found is None
         return
-    (least, least_bytes), (seconds, nbytes) = (further(of.program, of.choice) for of in (both, found))
+    (least, least_bytes), (seconds, nbytes) = (
+        further(of.program, of.choice) for of in (both, found)
+    )
     assert seconds <= least * (1 + 1e-5)
     assert nbytes <= least_bytes or seconds < least * (1 - 1e-5)
     assert found.bound <= both.program.seconds(both.choice) * (1 + 1e-5)
@@ -52,5 +57,7 @@ def test_further_runs_are_as_fast_and_move_as_little_as_in_one_program_of_both_r
 
 def further(program: Program, choice: Choice) -> tuple[float, int]:
     """Seconds of the further run, and the bytes that it moves."""
-    copied = program.copied_blocks(choice)[program.run_length :] @ [group.block_bytes for group in program.groups]
+    copied = program.copied_blocks(choice)[program.run_length :] @ [
+        group.block_bytes for group in program.groups
+    ]
     return sum(program.slot_seconds(choice)[program.run_length :]), int(sum(copied))

@@ -1,6 +1,8 @@
-"""The solver against brute force on random problems with every kind of choice: same feasibility, seconds and bytes moved.
+"""The solver against brute force on random problems with every kind of choice: same feasibility,
+seconds and bytes moved.
 
-The solver's first choice is compared, before copy times are raised. Its plan passes `check`, and `simulate` finds the same bytes.
+The solver's first choice is compared, before copy times are raised. Its plan passes `check`, and
+`simulate` finds the same bytes.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def test_solver_agrees_with_brute_force(seeds: range) -> None:
         plan, run = checked_optimum(of, answer, found[answer.number], best, seed)
         assert run.host_peak_bytes <= of.ram_bytes, seed
         assert of.pinned_bytes is None or run.pinned_peak_bytes <= of.pinned_bytes, seed
-        assert all(slot.seconds >= slot.compute_seconds - 1e-9 for slot in (*run.slots, *run.again)), seed
+        assert all(
+            slot.seconds >= slot.compute_seconds - 1e-9 for slot in (*run.slots, *run.again)
+        ), seed
 
 
 @pytest.mark.parametrize("seeds", [range(start, SEEDS, 20) for start in (0, 10)], ids=str)
@@ -53,7 +57,9 @@ def test_solve_reports_the_same_optimum(seeds: range) -> None:
         if best is None:
             continue  # explanations have tests of their own, and take solves
         solution = solve(of)
-        if (simulated := solution.simulation.total_seconds) < best[0] * (1 - 1e-6):  # copies overlap what brute force leaves out
+        if (simulated := solution.simulation.total_seconds) < best[0] * (
+            1 - 1e-6
+        ):  # copies overlap what brute force leaves out
             assert 0 < solution.bound_seconds <= simulated * (1 + 1e-6), seed
         else:
             assert solution.bound_seconds == pytest.approx(best[0], rel=1e-5, abs=1e-4), seed
@@ -80,11 +86,17 @@ def test_the_random_problems_cover_every_feature() -> None:
         counts["directive"] += bool(of.directives)
         counts["two phases in a stage"] += any(phase.index for phase in of.phases)
         counts["a value that is not read at once"] += any(
-            any(phase.stage not in value.consumers for phase in of.phases[value.first_phase : value.last_phase]) and value.nbytes
+            any(
+                phase.stage not in value.consumers
+                for phase in of.phases[value.first_phase : value.last_phase]
+            )
+            and value.nbytes
             for value in of.values
         )
         for backing_store in ("pageable", "disk"):
-            counts[backing_store] += any(variant.backing_store == backing_store for variant in variants)
+            counts[backing_store] += any(
+                variant.backing_store == backing_store for variant in variants
+            )
         counts["cpu"] += any(variant.device == "cpu" for variant in variants)
         counts["needs"] += any(variant.needs for variant in variants)
         counts["read"] += any(variant.read_seconds for variant in variants)

@@ -1,4 +1,5 @@
-"""Plans that read from a disk whose rate is assumed: beside those for a slower and for a faster one."""
+"""Plans that read from a disk whose rate is assumed: beside those for a slower and for a faster
+one."""
 
 from __future__ import annotations
 
@@ -20,25 +21,31 @@ def known(problem: Problem, basis: Basis) -> Problem:
 
 
 def both(problem: Problem, *errors: float) -> list[list[float]]:
-    """Of the plan for a measured disk, and of the one for a disk whose rate is assumed: seconds, and seconds on disks whose reads
-    take ``errors`` of their time."""
+    """Of the plan for a measured disk, and of the one for a disk whose rate is assumed: seconds,
+    and seconds on disks whose reads take ``errors`` of their time."""
 
     def taken(of: Solution | None) -> list[float]:
         assert of is not None
         there = [carried_over(with_other_disk(of.problem, error), of, 0.0) for error in errors]
-        return [of.simulation.total_seconds, *(each.simulation.total_seconds for each in there if each is not None)]
+        return [
+            of.simulation.total_seconds,
+            *(each.simulation.total_seconds for each in there if each is not None),
+        ]
 
     return [taken(solved(known(problem, basis))) for basis in ("measured", "prior")]
 
 
 def worst(taken: list[float], *others: list[float]) -> float:
-    """What a plan loses at most beside ``others``: in seconds, those on the disk assumed four times."""
+    """What a plan loses at most beside ``others``: in seconds, those on the disk assumed four
+    times."""
     rows = list(zip(taken, *others, strict=True))
     return max(times * (row[0] - min(row)) for times, row in zip((4, 1, 1), rows, strict=True))
 
 
 @pytest.mark.parametrize("seed", [717, 773, 3238, 3371])
-def test_of_nearly_equal_plans_the_one_that_loses_least_where_the_disk_is_another(seed: int) -> None:
+def test_of_nearly_equal_plans_the_one_that_loses_least_where_the_disk_is_another(
+    seed: int,
+) -> None:
     fast, sure = both(random_problem(seed), *DISK_ERRORS)
     assert sure[0] <= 1.03 * fast[0]
     assert worst(fast, sure) >= max(0.03 * fast[0], worst(sure, fast))
@@ -50,7 +57,10 @@ def test_what_is_preferred_is_still_measured_against_the_bound() -> None:
     fast = solved(known(random_problem(3371), "measured"))
     assert fast is not None
     assert found.plan.slots != fast.plan.slots
-    assert (found.bound_seconds, found.objective_seconds) == (fast.bound_seconds, fast.objective_seconds)
+    assert (found.bound_seconds, found.objective_seconds) == (
+        fast.bound_seconds,
+        fast.objective_seconds,
+    )
 
 
 @pytest.mark.sweep("pages", of_all=3)
@@ -65,8 +75,12 @@ def test_no_random_problem_s_plan_loses_more_at_worst(start: int) -> None:
 
 @pytest.mark.sweep("pages")
 @pytest.mark.parametrize("name", ["wan22-t2v", "wan22-i2v"])
-def test_one_of_two_experts_is_not_streamed_from_a_disk_that_may_be_slower(name: str, make_problem: Any) -> None:
+def test_one_of_two_experts_is_not_streamed_from_a_disk_that_may_be_slower(
+    name: str, make_problem: Any
+) -> None:
     """In 16 GiB with 32 GiB of RAM that saves 1 % and may cost 8."""
-    (fast, fast_there), (sure, sure_there) = both(make_problem(name, 16 * GIB, 32 * GIB, "rtx4090"), DISK_ERRORS[0])
+    (fast, fast_there), (sure, sure_there) = both(
+        make_problem(name, 16 * GIB, 32 * GIB, "rtx4090"), DISK_ERRORS[0]
+    )
     assert fast < sure <= 1.02 * fast
     assert fast_there >= 1.06 * sure_there

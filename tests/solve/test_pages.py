@@ -40,7 +40,8 @@ GRAPHS = Path(__file__).parents[2] / "graphs"
 
 
 def traced(problem: Problem, allocate: int = ACTIVATION) -> Problem:
-    """``problem`` on a device with a caching allocator; every call allocates one tensor and releases it."""
+    """``problem`` on a device with a caching allocator; every call allocates one tensor and
+    releases it."""
     hardware = replace(problem.hardware, caching_allocator=True)
     phases = []
     for phase in problem.phases:
@@ -57,8 +58,11 @@ def flux(make_problem: Any) -> Problem:
     return found
 
 
-def test_a_plan_that_fits_by_bytes_of_tensors_may_reserve_more_than_the_budget(flux: Problem) -> None:
-    """What made pages count: the plan by bytes of tensors reserves tens of MiB above its budget on a card."""
+def test_a_plan_that_fits_by_bytes_of_tensors_may_reserve_more_than_the_budget(
+    flux: Problem,
+) -> None:
+    """What made pages count: the plan by bytes of tensors reserves tens of MiB above its budget on
+    a card."""
     by_tensors = fastest(flux)
     assert by_tensors is not None
     assert by_tensors.simulation.peak_bytes <= flux.effective_bytes
@@ -68,14 +72,19 @@ def test_a_plan_that_fits_by_bytes_of_tensors_may_reserve_more_than_the_budget(f
 def test_plans_keep_to_the_budget_in_pages_and_cost_next_to_nothing(flux: Problem) -> None:
     solution, by_tensors = solve(flux), fastest(flux)
     assert by_tensors is not None
-    assert solution.simulation.peak_bytes == max(reserved_bytes(solution.chosen, solution.plan)) <= flux.effective_bytes
+    assert (
+        solution.simulation.peak_bytes
+        == max(reserved_bytes(solution.chosen, solution.plan))
+        <= flux.effective_bytes
+    )
     assert solution.simulation.seconds <= 1.005 * by_tensors.simulation.seconds
     assert solution.bound_seconds <= by_tensors.bound_seconds  # pages take nothing from the bound
     assert solution.plan.problem == solution.problem.digest
 
 
 def test_what_pages_take_is_set_aside_and_no_more(flux: Problem) -> None:
-    """The plan is as fast as the best with what the first replay reserved beyond its tensors set aside."""
+    """The plan is as fast as the best with what the first replay reserved beyond its tensors set
+    aside."""
     by_tensors = fastest(flux)
     assert by_tensors is not None
     short = in_pages(by_tensors).short_of_pages()
@@ -85,10 +94,18 @@ def test_what_pages_take_is_set_aside_and_no_more(flux: Problem) -> None:
     assert solve(flux).simulation.seconds <= stricter.simulation.seconds
 
 
-def test_the_next_plan_is_sought_near_the_one_before(flux: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_plan_is_sought_near_the_one_before(
+    flux: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole, near = list[Problem](), list[Found | None]()
-    monkeypatch.setattr(pages, "find", lambda problem, **options: (whole.append(problem), find(problem, **options))[1])
-    monkeypatch.setattr(pages, "find_near", lambda *asked: (near.append(find_near(*asked)), near[-1])[1])
+    monkeypatch.setattr(
+        pages,
+        "find",
+        lambda problem, **options: (whole.append(problem), find(problem, **options))[1],
+    )
+    monkeypatch.setattr(
+        pages, "find_near", lambda *asked: (near.append(find_near(*asked)), near[-1])[1]
+    )
     solution = solve(flux)
     assert whole == [flux], "the program as a whole is solved once"
     found = near[-1]
@@ -115,7 +132,11 @@ class Card:
         self.phase, self.kept = "", set[Any]()
         self.device = CudaDevice.__new__(CudaDevice)
         self.device._index = self.device._workspace_seen_bytes = 0
-        patch.setattr(torch.cuda, "memory_allocated", lambda index: WORKSPACE * ("workspace" in self.blocks.live))
+        patch.setattr(
+            torch.cuda,
+            "memory_allocated",
+            lambda index: WORKSPACE * ("workspace" in self.blocks.live),
+        )
         patch.setattr(torch.cuda, "max_memory_reserved", lambda index: self.peak)
         patch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset_peak)
         patch.setattr(torch.cuda, "empty_cache", self.blocks.trim)
@@ -143,7 +164,9 @@ class Card:
             self.device.release_cached()
         self.device.reset_peak()
         for action in slot.actions:
-            for key, nbytes in (blocks_of(problem, action) if isinstance(action, Load) else {}).items():
+            for key, nbytes in (
+                blocks_of(problem, action) if isinstance(action, Load) else {}
+            ).items():
                 self.allocate(key, nbytes)
         if slot.part in ("first", "steady"):
             trace = next(of.trace for of in problem.phases if of.name == slot.phase)
@@ -182,20 +205,28 @@ def with_random_calls(problem: Problem, rng: random.Random) -> Problem:
         for key in range(1, 12):
             events.append((key, rng.choice((5_000, 3 * MIB, 9 * MIB, 17 * MIB, 40 * MIB))))
             (kept if rng.random() < 0.2 else live).append(key)
-            events += [(live.pop(rng.randrange(len(live))), 0)] if live and rng.random() < 0.7 else []
+            events += (
+                [(live.pop(rng.randrange(len(live))), 0)] if live and rng.random() < 0.7 else []
+            )
         return CallTrace(component, (*events, *((key, 0) for key in live)), tuple(kept))
 
     problem = traced(problem)
     phases = tuple(
-        replace(phase, trace=replace(phase.trace, calls=tuple(call(of.component) for of in phase.trace.calls)))
+        replace(
+            phase,
+            trace=replace(phase.trace, calls=tuple(call(of.component) for of in phase.trace.calls)),
+        )
         for phase in problem.phases
     )
-    return replace(problem, phases=phases, hardware=replace(problem.hardware, workspace_bytes=WORKSPACE))
+    return replace(
+        problem, phases=phases, hardware=replace(problem.hardware, workspace_bytes=WORKSPACE)
+    )
 
 
 def test_the_replay_is_that_of_a_card(make_problem: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every slot's peak is what `CudaDevice` measures where its methods are called in the executor's
-    order: evict, return pages, load, compute, and measure the peak, which releases the workspace."""
+    """Every slot's peak is what `CudaDevice` measures where its methods are called in the
+    executor's order: evict, return pages, load, compute, and measure the peak, which releases the
+    workspace."""
     solution = solve(traced(make_problem("flux-tiny", GIB)))
     for seed in range(100):
         problem = with_random_calls(solution.chosen, random.Random(seed))
@@ -207,13 +238,20 @@ def test_the_replay_is_that_of_a_card(make_problem: Any, monkeypatch: pytest.Mon
 def blocks_of(problem: Problem, action: Load | Evict) -> dict[Any, int]:
     """Bytes of the blocks that ``action`` names, by component, group and index."""
     component = problem.component(action.component)
-    sizes = dict(zip((group.name for group in component.groups), component.variants[0].block_bytes, strict=True))
+    sizes = dict(
+        zip(
+            (group.name for group in component.groups),
+            component.variants[0].block_bytes,
+            strict=True,
+        )
+    )
     named = action.blocks or [(group.name, range(len(group.blocks))) for group in component.groups]
     return {(component.name, group, i): sizes[group] for group, indices in named for i in indices}
 
 
 def test_equal_calls_are_replayed_once_and_count_the_same(make_problem: Any) -> None:
-    """Calls that leave a pool of the allocator as it was are not replayed there again; the result is that of replaying each."""
+    """Calls that leave a pool of the allocator as it was are not replayed there again; the result
+    is that of replaying each."""
     problem = make_problem("flux-dev", 12 * GIB, hardware="rtx4090")
     solution = solve(problem)
 
@@ -235,8 +273,9 @@ def test_equal_calls_are_replayed_once_and_count_the_same(make_problem: Any) -> 
 
 
 class Recorded(Caching):
-    """Notes what a replay allocates, releases and trims, with the bytes then reserved. No two states
-    are equal, so every call is replayed. What is allocated where it was just released is renamed."""
+    """Notes what a replay allocates, releases and trims, with the bytes then reserved. No two
+    states are equal, so every call is replayed. What is allocated where it was just released is
+    renamed."""
 
     def __init__(self, page_scale: float, card_bytes: int) -> None:
         super().__init__(page_scale, card_bytes)
@@ -262,7 +301,10 @@ class Recorded(Caching):
     def allocate_at(self, key: int, small: bool, place: tuple[int, ...]) -> None:
         super().allocate_at(key, small, place)
         before = self._released.pop((small, place))
-        self._first_keys[key], self._sizes[key] = self._first_keys.get(before, before), self._sizes[before]
+        self._first_keys[key], self._sizes[key] = (
+            self._first_keys.get(before, before),
+            self._sizes[before],
+        )
 
     def trim(self) -> None:
         self._note_released()
@@ -275,16 +317,21 @@ class Recorded(Caching):
         self._released.clear()
 
 
-def recorded(solution: Solution, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int, int]]:
+def recorded(
+    solution: Solution, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[str, int, int, int]]:
     """The events of the whole plan of ``solution``."""
     made = list[Recorded]()
     with monkeypatch.context() as patch:
-        patch.setattr("graphrun.verify.pages.Caching", lambda *of: made.append(Recorded(*of)) or made[0])
+        patch.setattr(
+            "graphrun.verify.pages.Caching", lambda *of: made.append(Recorded(*of)) or made[0]
+        )
         reserved_bytes(solution.chosen, solution.plan)
     return made[0].events
 
 
-# Plans by an allocator model that searched mapped and unmapped pages alike reserved up to 200 MiB more than these budgets.
+# Plans by an allocator model that searched mapped and unmapped pages alike reserved up to 200 MiB
+# more than these budgets.
 TIGHT = (("flux2-dev", 12), ("wan22-t2v", 12), ("flux-dev", 8), ("chroma", 8))
 
 
@@ -292,8 +339,9 @@ TIGHT = (("flux2-dev", 12), ("wan22-t2v", 12), ("flux-dev", 8), ("chroma", 8))
 def test_linked_blocks_stay_within_the_budget_of_a_plan(
     case: tuple[str, int], make_problem: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Judged by the second model, a plan's own events reserve what the replay says after each, never
-    more than the budget, and the allocator refuses none with the limit that a run sets on it."""
+    """Judged by the second model, a plan's own events reserve what the replay says after each,
+    never more than the budget, and the allocator refuses none with the limit that a run sets on
+    it."""
     name, vram = case
     solution = solve(make_problem(name, vram * GIB, hardware="rtx4090"))
     hardware, limit = solution.problem.hardware, limit_bytes(solution.chosen, solution.plan)
@@ -313,11 +361,20 @@ def test_linked_blocks_stay_within_the_budget_of_a_plan(
 
 
 def test_what_repeats_within_a_call() -> None:
-    """Four blocks: each allocates its output and a scratch tensor, releases the scratch, then the output of the block before."""
+    """Four blocks: each allocates its output and a scratch tensor, releases the scratch, then the
+    output of the block before."""
     events = [(1, 4096)]
     for block in range(4):
         new, old, scratch = 10 + block, 9 + block if block else 1, 100 + block
-        events += [(new, 4096), (scratch, 512), (scratch, 0), *((-key, 512 * key) for key in (5, 6)), (-6, 0), (-5, 0), (old, 0)]
+        events += [
+            (new, 4096),
+            (scratch, 512),
+            (scratch, 0),
+            *((-key, 512 * key) for key in (5, 6)),
+            (-6, 0),
+            (-5, 0),
+            (old, 0),
+        ]
     numbers, repeats = repeats_in((*events, (13, 0)))
     assert repeats == (Repeat(9, 8, 3),)  # the first one releases what was there before
     assert numbers[:9] == (0, 1, 2, 2, 4, 5, 5, 4, 0)
@@ -340,8 +397,11 @@ def test_a_byte_below_the_smallest_budget_nothing_is_found_and_at_it_a_plan(flux
 
 @pytest.mark.sweep("pages")
 @pytest.mark.parametrize(("name", "vram", "ram"), [("flux-dev", 12, 32), ("hidream", 12, 64)])
-def test_a_session_in_pages_takes_little_more_than_its_bound(name: str, vram: int, ram: int, make_problem: Any) -> None:
-    """What is set aside for pages moves blocks, and pages with them: four rounds come to no plan here."""
+def test_a_session_in_pages_takes_little_more_than_its_bound(
+    name: str, vram: int, ram: int, make_problem: Any
+) -> None:
+    """What is set aside for pages moves blocks, and pages with them: four rounds come to no plan
+    here."""
     problem = replace(make_problem(name, vram * GIB, hardware="rtx4090", ram=ram * GIB), runs=10)
     solution = solve(problem)
     assert solution.simulation.peak_bytes <= problem.effective_bytes
@@ -352,36 +412,54 @@ def test_a_session_in_pages_takes_little_more_than_its_bound(name: str, vram: in
 def test_every_repair_has_a_plan_in_pages(flux: Problem) -> None:
     with pytest.raises(Infeasible) as refused:
         solve(replace(flux, budget_bytes=3 * GIB))
-    sizes = [int(value) for repair in refused.value.repairs for flag, value in repair.change if flag == "--vram"]
+    sizes = [
+        int(value)
+        for repair in refused.value.repairs
+        for flag, value in repair.change
+        if flag == "--vram"
+    ]
     assert sizes
     assert all(solved(replace(flux, budget_bytes=size)) is not None for size in sizes)
 
 
 def test_what_a_stage_option_allocates_is_found_among_the_other_phases(dry: Any) -> None:
-    """SDXL decodes in tiles: its phase takes the latents of the dry run without tiles, and leaves nothing for later phases."""
+    """SDXL decodes in tiles: its phase takes the latents of the dry run without tiles, and leaves
+    nothing for later phases."""
     graph, probed, inputs = dry("sdxl")
     tiled = probe(graph, inputs, {"decode": "tiling"})
     limits = Limits(8 * GIB, 64 * GIB, allow=("tiling",))
-    problem = problem_of(graph, probed, hardware("rtx4090"), limits, inputs, [("decode", "tiling", tiled)])
+    problem = problem_of(
+        graph, probed, hardware("rtx4090"), limits, inputs, [("decode", "tiling", tiled)]
+    )
     (option,) = problem.options
     plan = solve(replace(problem, options=())).plan
     tiled_plan = replace(plan, options=(("decode", "tiling"),))
     whole, in_tiles = (reserved_bytes(apply_choices(problem, of), of) for of in (plan, tiled_plan))
     assert in_tiles[:-2] == whole[:-2]
     assert in_tiles[-2] < 0.5 * whole[-2]
-    keys = [key for trace in (phase.trace for phase in option.phases) for items in (trace.first, trace.steady) for key, n in items]
+    keys = [
+        key
+        for trace in (phase.trace for phase in option.phases)
+        for items in (trace.first, trace.steady)
+        for key, n in items
+    ]
     assert min(keys) < 0, "keys of its own"
 
 
 CARDS = ("rtx4090", "h200")
-REFERENCE = sorted(path.stem for path in GRAPHS.glob("*.yaml") if "-tiny" not in path.stem and path.stem != "pyramid-flow")
+REFERENCE = sorted(
+    path.stem
+    for path in GRAPHS.glob("*.yaml")
+    if "-tiny" not in path.stem and path.stem != "pyramid-flow"
+)
 
 
 @pytest.mark.sweep("pages", of_all=6)
 @pytest.mark.parametrize("name", REFERENCE)
 def test_reference_graphs_keep_to_usual_budgets_in_pages(name: str, make_problem: Any) -> None:
-    """The smallest budget has a plan, a byte less none, on `sim` too, where memory is counted in bytes of tensors. Pages cost 0.3 %
-    for FLUX.1-dev, 0.8 % for AuraFlow, 2.2 % for CogView4 on an H200 at 8 GiB, beside a plan that counts tensors."""
+    """The smallest budget has a plan, a byte less none, on `sim` too, where memory is counted in
+    bytes of tensors. Pages cost 0.3 % for FLUX.1-dev, 0.8 % for AuraFlow, 2.2 % for CogView4 on an
+    H200 at 8 GiB, beside a plan that counts tensors."""
     for card in (*CARDS, "sim"):
         problem: Problem = make_problem(name, 24 * GIB, hardware=card)
         least = smallest_budget(problem)
@@ -393,4 +471,7 @@ def test_reference_graphs_keep_to_usual_budgets_in_pages(name: str, make_problem
             if in_pages_of is not None and by_tensors is not None:
                 assert in_pages_of.simulation.peak_bytes <= of.effective_bytes
                 if budget > 1.02 * least:
-                    assert in_pages_of.simulation.seconds <= 1.03 * by_tensors.simulation.seconds, (card, budget)
+                    assert in_pages_of.simulation.seconds <= 1.03 * by_tensors.simulation.seconds, (
+                        card,
+                        budget,
+                    )

@@ -1,4 +1,5 @@
-"""Problems with precomputed stages or finished steps: what is left out, and plans for the remainder."""
+"""Problems with precomputed stages or finished steps: what is left out, and plans for the
+remainder."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def flux_tiny(make_problem: Any, dry: Any) -> Any:
 
 
 @pytest.mark.long
-def test_a_precomputed_stage_is_not_planned_and_its_value_is_live_from_the_start(flux_tiny: Any) -> None:
+def test_a_precomputed_stage_is_not_planned_and_its_value_is_live_from_the_start(
+    flux_tiny: Any,
+) -> None:
     graph, problem = flux_tiny
     reduced = graph.with_precomputed(["encode"])
     remaining = without(problem, ["denoise", "decode"], ["encode"], reduced.digest)
@@ -35,7 +38,10 @@ def test_a_precomputed_stage_is_not_planned_and_its_value_is_live_from_the_start
     assert "text_encoder" not in str(solution.plan)
     assert solution.problem.precomputed == ("encode",)
     full = graphrun.plan(problem)
-    assert simulate(solution.problem, solution.plan).seconds < simulate(full.problem, full.plan).seconds
+    assert (
+        simulate(solution.problem, solution.plan).seconds
+        < simulate(full.problem, full.plan).seconds
+    )
 
 
 @pytest.mark.long
@@ -51,9 +57,13 @@ def test_finished_steps_are_not_planned(flux_tiny: Any) -> None:
 def test_a_graph_with_precomputed_stages(flux_tiny: Any) -> None:
     graph = flux_tiny[0]
     reduced = graph.with_precomputed(["denoise"])
-    assert [stage.name for stage in reduced.stages] == ["encode", "decode"], "the decoder reads embeddings too"
+    assert [stage.name for stage in reduced.stages] == ["encode", "decode"], (
+        "the decoder reads embeddings too"
+    )
     assert [str(reference) for reference in reduced.precomputed] == ["$denoise.latents"]
-    assert [stage.name for stage in graph.with_precomputed(["encode", "denoise"]).stages] == ["decode"]
+    assert [stage.name for stage in graph.with_precomputed(["encode", "denoise"]).stages] == [
+        "decode"
+    ]
     assert graph.with_precomputed([]) == graph
     assert reduced.digest != graph.digest
     with pytest.raises(InputError, match="did you mean 'encode'"):
@@ -71,5 +81,8 @@ def test_a_part_of_a_graph_outputs_all_values_that_other_parts_read(flux_tiny: A
     }
     assert part.precomputed == ()
     last = graph.part(["decode"])
-    assert [str(reference) for reference in last.precomputed] == ["$denoise.latents", "$encode.embeds"]
+    assert [str(reference) for reference in last.precomputed] == [
+        "$denoise.latents",
+        "$encode.embeds",
+    ]
     assert list(last.outputs) == ["image"]

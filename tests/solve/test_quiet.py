@@ -1,4 +1,5 @@
-"""Solving prints nothing: neither HiGHS nor another library writes to the streams of the process."""
+"""Solving prints nothing: neither HiGHS nor another library writes to the streams of the
+process."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ import sys, pathlib, graphrun
 problem = graphrun.estimate(graphrun.load("flux-tiny"), cache=pathlib.Path(sys.argv[1]), **{BUDGETS})
 graphrun.plan(problem)
 """
-# What HiGHS 1.16 does, whichever version is installed: the first call that may print writes the licence.
+# What HiGHS 1.16 does, whichever version is installed: the first call that may print writes the
+# licence.
 AS_1_16 = """
 import os, highspy
 def says(name, plain):
@@ -33,7 +35,8 @@ for name in ("setCallback", "passModel", "run"):
 @pytest.mark.long
 @pytest.mark.parametrize("before", ["", AS_1_16], ids=["installed", "as 1.16"])
 def test_a_plan_in_python_prints_nothing(before: str, cached_dry_runs: Path) -> None:
-    graphrun.estimate(graphrun.load("flux-tiny"), cache=cached_dry_runs, **BUDGETS)  # whose libraries print on import
+    # whose libraries print on import
+    graphrun.estimate(graphrun.load("flux-tiny"), cache=cached_dry_runs, **BUDGETS)
     command = [sys.executable, "-c", before + PLAN, str(cached_dry_runs)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -46,4 +49,7 @@ def test_the_command_prints_its_screen_and_signs_of_life_only(tmp_path: Path) ->
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0
     assert done.stdout.startswith("fits: yes. ")
-    assert {line.strip() for line in done.stderr.splitlines()} <= {"dry run of flux-tiny", "planning flux-tiny"}
+    assert {line.strip() for line in done.stderr.splitlines()} <= {
+        "dry run of flux-tiny",
+        "planning flux-tiny",
+    }

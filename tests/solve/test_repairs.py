@@ -8,7 +8,14 @@ from dataclasses import replace
 import pytest
 from planner_problems import GIB, MIB, component, hardware, problem
 
-from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem, StageOption, Use, ValueNumbers
+from graphrun.model.problem import (
+    ComponentNumbers,
+    PhaseNumbers,
+    Problem,
+    StageOption,
+    Use,
+    ValueNumbers,
+)
 from graphrun.solve.infeasible import Infeasible, smallest_budget, smallest_ram
 from graphrun.solve.solve import solve
 from graphrun.units import parse_size
@@ -21,14 +28,17 @@ def gib(size: float) -> int:
     return int(size * GIB)
 
 
-def backing_stores(of: ComponentNumbers, nf4_share: float, *, nf4_alone: bool = False, needs: str = "nf4") -> ComponentNumbers:
-    """``of`` with backing stores in pinned and pageable RAM that are read from disk, as bf16 and nf4. ``nf4_alone``: without
-    bf16."""
+def backing_stores(
+    of: ComponentNumbers, nf4_share: float, *, nf4_alone: bool = False, needs: str = "nf4"
+) -> ComponentNumbers:
+    """``of`` with backing stores in pinned and pageable RAM that are read from disk, as bf16 and
+    nf4. ``nf4_alone``: without bf16."""
     variants = []
     for precision, share in (("bfloat16", 1.0), ("nf4", nf4_share)):
         plain = of.variants[0]
         sizes = tuple(int(share * nbytes) for nbytes in plain.block_bytes)
-        reads = tuple(nbytes / DISK for nbytes in plain.block_bytes)  # nf4 is quantized from bf16 files
+        # nf4 is quantized from bf16 files
+        reads = tuple(nbytes / DISK for nbytes in plain.block_bytes)
         for backing_store, slower in (("pinned", 1.0), ("pageable", 2.5)):
             made = replace(
                 plain,
@@ -46,19 +56,39 @@ def backing_stores(of: ComponentNumbers, nf4_share: float, *, nf4_alone: bool = 
 
 
 def flux_with_bf16_t5(vram_bytes: int = 8 * GIB, ram_bytes: int = 8 * GIB) -> Problem:
-    """FLUX at 1072x1920, its transformer in nf4 and its T5 in bf16 (8.87 GiB): users saw 30 minutes of swapping in 8 + 8 GiB."""
+    """FLUX at 1072x1920, its transformer in nf4 and its T5 in bf16 (8.87 GiB): users saw 30 minutes
+    of swapping in 8 + 8 GiB."""
     components = (
         backing_stores(component("text_encoder", ("remainder", 1, gib(0.23))), 0.6),
         backing_stores(
-            component("text_encoder_2", ("blocks", 24, gib(8.87 - 0.25) // 24), ("remainder", 1, gib(0.25))), 0.28, needs="t5-nf4"
+            component(
+                "text_encoder_2",
+                ("blocks", 24, gib(8.87 - 0.25) // 24),
+                ("remainder", 1, gib(0.25)),
+            ),
+            0.28,
+            needs="t5-nf4",
         ),
-        backing_stores(component("transformer", ("double", 19, 340 * 10**6), ("single", 38, 142 * 10**6)), 0.28, nf4_alone=True),
+        backing_stores(
+            component("transformer", ("double", 19, 340 * 10**6), ("single", 38, 142 * 10**6)),
+            0.28,
+            nf4_alone=True,
+        ),
         backing_stores(component("vae", ("remainder", 1, 160 * MIB)), 1.0, nf4_alone=True),
     )
     phases = (
         PhaseNumbers("encode", 0, (Use("text_encoder", 1, (1,), (0.003,)),), 0, 10 * MIB, 0),
-        PhaseNumbers("encode", 1, (Use("text_encoder_2", 1, (1, 1), (0.005, 0.001)),), MIB, 98 * MIB, 0),
-        PhaseNumbers("denoise", 0, (Use("transformer", 28, (28, 28), (0.025, 0.021)),), 2 * MIB, 940 * MIB, 940 * MIB),
+        PhaseNumbers(
+            "encode", 1, (Use("text_encoder_2", 1, (1, 1), (0.005, 0.001)),), MIB, 98 * MIB, 0
+        ),
+        PhaseNumbers(
+            "denoise",
+            0,
+            (Use("transformer", 28, (28, 28), (0.025, 0.021)),),
+            2 * MIB,
+            940 * MIB,
+            940 * MIB,
+        ),
         PhaseNumbers("decode", 0, (Use("vae", 1, (1,), (0.6,)),), MIB, 3100 * MIB, 0),
     )
     values = (
@@ -79,7 +109,8 @@ def test_s3_1_a_bf16_t5_in_8_gib_of_ram_is_refused_with_repairs() -> None:
     error = refused(of)
     assert (error.binding, error.needs) == ("RAM", ()), "VRAM suffices, because T5 is streamed"
     t5 = of.component("text_encoder_2").variants[0].host_bytes
-    # T5 alone exceeds RAM; backing stores are read and dropped one after another, so no other component adds to it
+    # T5 alone exceeds RAM; backing stores are read and dropped one after another, so no other
+    # component adds to it
     assert error.smallest_ram_bytes == t5
     by = {repair.change: repair for repair in error.repairs}
     assert [change for change in by if change[0][0] == "--ram"] == [(("--ram", str(t5)),)]
@@ -88,7 +119,9 @@ def test_s3_1_a_bf16_t5_in_8_gib_of_ram_is_refused_with_repairs() -> None:
     assert "text_encoder_2" in nf4.text
     assert by[(("--until", "encode"),)].text.startswith("run encode on a larger machine")
     assert not by[(("--until", "encode"),)].changes_output
-    assert [repair.changes_output for repair in error.repairs] == sorted(repair.changes_output for repair in error.repairs)
+    assert [repair.changes_output for repair in error.repairs] == sorted(
+        repair.changes_output for repair in error.repairs
+    )
     allowed = replace(of, allow=("t5-nf4",))
     solution = solve(allowed)
     assert check(allowed, solution.plan) == ()
@@ -117,7 +150,9 @@ def test_the_least_vram_of_variants_is_exact_too() -> None:
 
 def test_pinned_and_disk_budgets_bind_to_the_byte() -> None:
     one = component("one", ("blocks", 4, MIB))
-    only_pinned = problem(GIB, (one,), (PhaseNumbers("s", 0, (Use("one", 1, (1,), (1.0,)),), 0, 0, 0),))
+    only_pinned = problem(
+        GIB, (one,), (PhaseNumbers("s", 0, (Use("one", 1, (1,), (1.0,)),), 0, 0, 0),)
+    )
     short = refused(replace(only_pinned, pinned_bytes=4 * MIB - 1))
     assert (short.binding, [str(repair) for repair in short.repairs]) == (
         "pinned RAM",
@@ -146,7 +181,9 @@ def test_an_option_that_changes_the_output_is_offered_but_not_chosen() -> None:
 def test_a_component_without_usable_variants_is_named_as_the_cause() -> None:
     one = component("one", ("remainder", 1, MIB))
     nf4 = replace(one, variants=(replace(one.variants[0], needs="nf4"),))
-    error = refused(problem(GIB, (nf4,), (PhaseNumbers("s", 0, (Use("one", 1, (1,), (1.0,)),), 0, 0, 0),)))
+    error = refused(
+        problem(GIB, (nf4,), (PhaseNumbers("s", 0, (Use("one", 1, (1,), (1.0,)),), 0, 0, 0),))
+    )
     assert error.binding == "what is allowed"
     assert [repair.change for repair in error.repairs] == [(("--allow", "nf4"),)]
 
@@ -155,11 +192,23 @@ def test_the_message_names_arguments_that_can_be_typed_in_python() -> None:
     for of in (flux_with_bf16_t5(), flux_with_bf16_t5(vram_bytes=3 * GIB, ram_bytes=64 * GIB)):
         error = refused(of)
         suggestions = str(error).partition(". Do one of: ")[2].split("; ")
-        typed = [eval(f"dict({match[1]})") for text in suggestions if (match := re.match(r"(\w+=.+?): ", text))]
-        assert len(typed) == sum(repair.change[:1] != () and repair.change[0][0] != "--until" for repair in error.repairs)
+        typed = [
+            eval(f"dict({match[1]})")
+            for text in suggestions
+            if (match := re.match(r"(\w+=.+?): ", text))
+        ]
+        assert len(typed) == sum(
+            repair.change[:1] != () and repair.change[0][0] != "--until" for repair in error.repairs
+        )
         for arguments in typed:
-            vram, ram = (parse_size(arguments.get(name, f"{nbytes}B")) for name, nbytes in budgets_of(of))
-            solve(replace(of, budget_bytes=vram, ram_bytes=ram, allow=tuple(arguments.get("allow", ()))))
+            vram, ram = (
+                parse_size(arguments.get(name, f"{nbytes}B")) for name, nbytes in budgets_of(of)
+            )
+            solve(
+                replace(
+                    of, budget_bytes=vram, ram_bytes=ram, allow=tuple(arguments.get("allow", ()))
+                )
+            )
         assert not re.search(r"\d [GMK]iB|\d bytes", str(error))
 
 

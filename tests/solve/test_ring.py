@@ -31,7 +31,8 @@ def test_several_smaller_blocks_fit_and_none_wraps_around_the_end() -> None:
 
 
 def test_consecutive_blocks_never_overlap_in_a_ring_with_room_for_both() -> None:
-    #  | 0     |free|     1 |       then 110 bytes at offset 0: over block 0 and the free bytes, not over block 1
+    # | 0     |free|     1 |       then 110 bytes at offset 0: over block 0 and the free bytes, not
+    # over block 1
     ring = Ring(220)
     assert ring.place(90, 90) == (0, ())
     assert ring.place(90, 110) == (130, ())
@@ -42,7 +43,9 @@ def test_consecutive_blocks_never_overlap_in_a_ring_with_room_for_both() -> None
 
 
 @given(st.lists(st.integers(1, 64), min_size=2, max_size=80))
-def test_a_ring_with_room_for_any_two_consecutive_blocks_lets_them_coexist(sizes: list[int]) -> None:
+def test_a_ring_with_room_for_any_two_consecutive_blocks_lets_them_coexist(
+    sizes: list[int],
+) -> None:
     ring = Ring(max(a + b for a, b in pairwise(sizes)))
     for number, nbytes in enumerate(sizes):
         _, released = ring.place(nbytes, sizes[number + 1] if number + 1 < len(sizes) else 0)

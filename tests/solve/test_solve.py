@@ -30,7 +30,12 @@ def affordable(seed: int, spare: int) -> Problem:
 def blocks(plan: Plan) -> list[object]:
     """Everything in a plan except the digest and ring sizes."""
     return [
-        (slot.phase, slot.part, slot.calls, [replace(a, ring_bytes=0) if isinstance(a, Stream) else a for a in slot.actions])
+        (
+            slot.phase,
+            slot.part,
+            slot.calls,
+            [replace(a, ring_bytes=0) if isinstance(a, Stream) else a for a in slot.actions],
+        )
         for slot in plan.slots
     ]
 
@@ -51,25 +56,36 @@ def test_the_plan_of_flux_at_8_gib() -> None:
     (stream,) = (action for action in steady.actions if isinstance(action, Stream))
     assert stream.component == "transformer"
     assert ("remainder", (0,)) in (stream.keep or ())
-    assert [action for action in steady.actions if isinstance(action, Load)] == [Load("vae", None)], "overlaps 27 calls at no cost"
+    assert [action for action in steady.actions if isinstance(action, Load)] == [
+        Load("vae", None)
+    ], "overlaps 27 calls at no cost"
 
 
 def rings(plan: Plan) -> list[int]:
-    return [action.ring_bytes for slot in plan.slots for action in slot.actions if isinstance(action, Stream)]
+    return [
+        action.ring_bytes
+        for slot in plan.slots
+        for action in slot.actions
+        if isinstance(action, Stream)
+    ]
 
 
 @pytest.mark.parametrize(("compute", "depth"), [(0.0625, 1), (1.0, 2)])
-def test_a_ring_for_one_block_pays_where_copies_take_much_longer_than_compute(compute: float, depth: int) -> None:
-    # four of ten blocks fit: three resident and seven streamed one by one, or two resident and eight copied during compute
+def test_a_ring_for_one_block_pays_where_copies_take_much_longer_than_compute(
+    compute: float, depth: int
+) -> None:
+    # four of ten blocks fit: three resident and seven streamed one by one, or two resident and
+    # eight copied during compute
     one = component("one", ("layers", 10, MIB), seconds_per_byte=2 / MIB)
-    of = problem(4 * MIB, (one,), (PhaseNumbers("s", 0, (Use("one", 9, (9,), (compute,)),), 0, 0, 0),))
+    of = problem(
+        4 * MIB, (one,), (PhaseNumbers("s", 0, (Use("one", 9, (9,), (compute,)),), 0, 0, 0),)
+    )
     solution = solve(of)
     assert check(of, solution.plan) == ()
     assert rings(solution.plan)[-1] == depth * MIB
     steady = simulate(of, solution.plan).slots[-2]
-    per_call = {1: 7 * (2.0 + compute), 2: max(8 * 2.0, 10 * compute)}[
-        depth
-    ]  # resident blocks compute while the next one is copied
+    # resident blocks compute while the next one is copied
+    per_call = {1: 7 * (2.0 + compute), 2: max(8 * 2.0, 10 * compute)}[depth]
     assert steady.seconds == pytest.approx(8 * per_call, rel=0.01)
 
 
@@ -124,7 +140,9 @@ def test_plans_pass_the_checker_and_are_deterministic(seed: int, spare: int) -> 
 def test_more_budget_never_costs_time(seed: int, spare: int, more: int) -> None:
     """A plan for less is one for more, so the bound for more holds for it."""
     less = solve(affordable(seed, spare))
-    assert solve(affordable(seed, spare + more)).bound_seconds <= less.simulation.total_seconds + 1e-4
+    assert (
+        solve(affordable(seed, spare + more)).bound_seconds <= less.simulation.total_seconds + 1e-4
+    )
 
 
 @QUICK
@@ -134,14 +152,22 @@ def test_names_do_not_matter(seed: int, spare: int) -> None:
     renamed = replace(
         of,
         components=tuple(replace(c, name=c.name.upper()) for c in of.components),
-        phases=tuple(replace(p, uses=tuple(replace(u, component=u.component.upper()) for u in p.uses)) for p in of.phases),
+        phases=tuple(
+            replace(p, uses=tuple(replace(u, component=u.component.upper()) for u in p.uses))
+            for p in of.phases
+        ),
     )
-    phases = {new.name: old.name for new, old in zip(renamed.phases, of.phases, strict=True)} | {"": ""}
+    phases = {new.name: old.name for new, old in zip(renamed.phases, of.phases, strict=True)} | {
+        "": ""
+    }
     back = tuple(
         replace(
             slot,
             phase=phases[slot.phase],
-            actions=tuple(replace(a, component=a.component.lower()) if hasattr(a, "component") else a for a in slot.actions),
+            actions=tuple(
+                replace(a, component=a.component.lower()) if hasattr(a, "component") else a
+                for a in slot.actions
+            ),
         )
         for slot in solve(renamed).plan.slots
     )
@@ -154,16 +180,27 @@ def test_bytes_and_budget_scale_together(seed: int, spare: int, by: int) -> None
     of = whole(affordable(seed, 512 * (spare // 512)))
     scaled = replace(
         of,
-        hardware=replace(of.hardware, context_bytes=by * of.hardware.context_bytes, workspace_bytes=0),
+        hardware=replace(
+            of.hardware, context_bytes=by * of.hardware.context_bytes, workspace_bytes=0
+        ),
         budget_bytes=by * of.budget_bytes,
         components=tuple(
             replace(
-                c, variants=tuple(replace(v, block_bytes=tuple(by * b for b in v.block_bytes), host_bytes=0) for v in c.variants)
+                c,
+                variants=tuple(
+                    replace(v, block_bytes=tuple(by * b for b in v.block_bytes), host_bytes=0)
+                    for v in c.variants
+                ),
             )
             for c in of.components
         ),
         phases=tuple(
-            replace(p, live_in_bytes=by * p.live_in_bytes, first_bytes=by * p.first_bytes, steady_bytes=by * p.steady_bytes)
+            replace(
+                p,
+                live_in_bytes=by * p.live_in_bytes,
+                first_bytes=by * p.first_bytes,
+                steady_bytes=by * p.steady_bytes,
+            )
             for p in of.phases
         ),
         values=tuple(replace(v, nbytes=by * v.nbytes) for v in of.values),
@@ -176,7 +213,13 @@ def test_bytes_and_budget_scale_together(seed: int, spare: int, by: int) -> None
 def whole(of: Problem) -> Problem:
     """The problem with block sizes rounded up to whole allocations, so that rounding scales too."""
     components = tuple(
-        replace(c, variants=tuple(replace(v, block_bytes=tuple(512 * -(-b // 512) for b in v.block_bytes)) for v in c.variants))
+        replace(
+            c,
+            variants=tuple(
+                replace(v, block_bytes=tuple(512 * -(-b // 512) for b in v.block_bytes))
+                for v in c.variants
+            ),
+        )
         for c in of.components
     )
     of = replace(of, components=components, hardware=replace(of.hardware, workspace_bytes=0))

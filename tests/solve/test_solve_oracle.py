@@ -1,4 +1,5 @@
-"""The solver against brute force on small random problems: same seconds, bytes moved and smallest budget."""
+"""The solver against brute force on small random problems: same seconds, bytes moved and smallest
+budget."""
 
 from __future__ import annotations
 
@@ -26,13 +27,15 @@ pytestmark = pytest.mark.long
 
 
 def random_problem(seed: int) -> Problem:
-    """Two or three components with one or two block groups, one to three phases, integer seconds so that ties are exact."""
+    """Two or three components with one or two block groups, one to three phases, integer seconds so
+    that ties are exact."""
     rng = random.Random(seed)
     size = lambda: rng.choice((512, 1024, 1536, 2048, 1000, 700, 256, 0))  # noqa: E731
     components = []
     for name in "abc"[: rng.choice((2, 2, 3))]:
         groups = [
-            (f"k{i}", rng.choice((1, 2, 3)), size(), rng.random() < 0.8) for i in range(rng.choice((1, 2)) if name != "c" else 1)
+            (f"k{i}", rng.choice((1, 2, 3)), size(), rng.random() < 0.8)
+            for i in range(rng.choice((1, 2)) if name != "c" else 1)
         ]
         made = component(name, *groups, movable=rng.random() < 0.85, streamable=rng.random() < 0.9)
         loads = tuple(float(rng.randint(0, 4)) for _ in groups)
@@ -42,20 +45,41 @@ def random_problem(seed: int) -> Problem:
         uses = []
         for used in rng.sample(components, rng.choice((0, 1, 1, 1, 2))):
             calls = rng.choice((1, 1, 2, 5))
-            group_calls = tuple(rng.choice((calls, calls, rng.randint(0, calls))) for _ in used.groups)
-            uses.append(Use(used.name, calls, group_calls, tuple(float(rng.randint(0, 3)) for _ in used.groups)))
+            group_calls = tuple(
+                rng.choice((calls, calls, rng.randint(0, calls))) for _ in used.groups
+            )
+            uses.append(
+                Use(
+                    used.name,
+                    calls,
+                    group_calls,
+                    tuple(float(rng.randint(0, 3)) for _ in used.groups),
+                )
+            )
         activation = rng.choice((0, 512, 1000, 2048))
         phases.append(
-            PhaseNumbers(f"s{index}", 0, tuple(uses), rng.choice((0, 100)), activation, rng.choice((activation, 0, 3000)))
+            PhaseNumbers(
+                f"s{index}",
+                0,
+                tuple(uses),
+                rng.choice((0, 100)),
+                activation,
+                rng.choice((activation, 0, 3000)),
+            )
         )
-    values = tuple(ValueNumbers(f"v{i}", rng.choice((0, 300)), "s0", ("s1",), 1, 1) for i in range(rng.choice((0, 1, 2))))
+    values = tuple(
+        ValueNumbers(f"v{i}", rng.choice((0, 300)), "s0", ("s1",), 1, 1)
+        for i in range(rng.choice((0, 1, 2)))
+    )
     on = hardware(context_bytes=rng.choice((0, 4096)), workspace_bytes=rng.choice((0, 100)))
     return problem(2**20, tuple(components), tuple(phases), values, on=on)
 
 
-def compared(seed: int, of: Problem, oracle: Oracle) -> tuple[Problem, Plan, Answer, tuple[float, float]]:
-    """``of`` with a budget that suffices, the solver's plan and answer, and the oracle's least seconds and bytes, which are
-    equal."""
+def compared(
+    seed: int, of: Problem, oracle: Oracle
+) -> tuple[Problem, Plan, Answer, tuple[float, float]]:
+    """``of`` with a budget that suffices, the solver's plan and answer, and the oracle's least
+    seconds and bytes, which are equal."""
     overhead = of.budget_bytes - of.effective_bytes
     least = oracle.smallest_effective()
     assert smallest_budget(of) == least + overhead, seed
@@ -70,7 +94,9 @@ def compared(seed: int, of: Problem, oracle: Oracle) -> tuple[Problem, Plan, Ans
     return fits, plan_of(program, answer.choice), answer, best
 
 
-@pytest.mark.parametrize("seeds", [range(start, start + 20) for start in range(0, 120, 20)], ids=str)
+@pytest.mark.parametrize(
+    "seeds", [range(start, start + 20) for start in range(0, 120, 20)], ids=str
+)
 def test_solver_agrees_with_brute_force(seeds: range) -> None:
     for seed in seeds:
         of = random_problem(seed)
@@ -105,12 +131,20 @@ def directed_problem(seed: int) -> Problem | None:
     names = [component.name for component in of.components]
     kinds: tuple[Placement, ...] = ("keep", "exclude", "whole", "drop")
     try:
-        return directed(of, [Directive(rng.choice(kinds), rng.choice(names)) for _ in range(rng.choice((1, 2, 2, 3)))])
+        return directed(
+            of,
+            [
+                Directive(rng.choice(kinds), rng.choice(names))
+                for _ in range(rng.choice((1, 2, 2, 3)))
+            ],
+        )
     except InputError:
         return None
 
 
-@pytest.mark.parametrize("seeds", [range(start, start + 40) for start in range(1000, 1160, 40)], ids=str)
+@pytest.mark.parametrize(
+    "seeds", [range(start, start + 40) for start in range(1000, 1160, 40)], ids=str
+)
 def test_directives_are_obeyed_at_the_least_cost_that_brute_force_finds(seeds: range) -> None:
     for seed in seeds:
         of = directed_problem(seed)

@@ -75,8 +75,8 @@ class Pool:
         return rest
 
     def merge(self, block: Block) -> None:
-        """Extends ``block``, which is in no list, over free neighbours that are mapped, or unmapped,
-        as it is."""
+        """Extends ``block``, which is in no list, over free neighbours that are mapped, or
+        unmapped, as it is."""
         if (other := block.before) and not other.used and other.mapped == block.mapped:
             self.remove(other)
             block.address, block.before = other.address, other.before
@@ -125,7 +125,8 @@ class Pool:
         return Block(self.segments * ADDRESS_SPACE, native_bytes(size), True)
 
     def expanded(self, size: int) -> Block:
-        """Maps pages at the lowest address where free blocks in a row, one of them unmapped, fit."""
+        """Maps pages at the lowest address where free blocks in a row, one of them unmapped,
+        fit."""
         block = self.first_with_room(size)
         if not block.mapped:
             self.map(block, min(block.size, size))
@@ -164,7 +165,8 @@ class Pool:
         self.reserved_bytes += size
 
     def trim(self) -> None:
-        """Releases native segments without a tensor, and unmaps pages that lie within free blocks."""
+        """Releases native segments without a tensor, and unmaps pages that lie within free
+        blocks."""
         for block in list(self.free):
             if self.page_bytes:
                 self.unmap(block)

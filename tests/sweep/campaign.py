@@ -1,8 +1,10 @@
-"""Which tests run: the small ones, or those marked ``sweep``. ``--part`` and ``--minutes`` take some of these, ``--record`` notes
-how they ended, with what they noted by pytest's ``record_property("figures", ...)``.
+"""Which tests run: the small ones, or those marked ``sweep``. ``--part`` and ``--minutes`` take
+some of these, ``--record`` notes how they ended, with what they noted by pytest's
+``record_property("figures", ...)``.
 
-``pytest.mark.sweep("NAME")`` marks a long test of part NAME; without a name the part is called after the file (``test_NAME.py``).
-``pytest.mark.sweep("NAME", of_all=6)``: where all parts run, six of its cases, every day others; the part alone runs all of them.
+``pytest.mark.sweep("NAME")`` marks a long test of part NAME; without a name the part is called
+after the file (``test_NAME.py``). ``pytest.mark.sweep("NAME", of_all=6)``: where all parts run, six
+of its cases, every day others; the part alone runs all of them.
 """
 
 from __future__ import annotations
@@ -24,21 +26,34 @@ import pytest
 
 SEED = 17  # of the order in which a slice is run
 LEFT = "no time left"
-LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "bitsandbytes", "highspy", "ortools")
+LIBRARIES = (
+    "torch",
+    "diffusers",
+    "transformers",
+    "accelerate",
+    "bitsandbytes",
+    "highspy",
+    "ortools",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", help="Of the tests marked sweep, those of this part alone.")
-    parser.addoption("--minutes", type=float, help="Start tests for so many minutes, in one random order.")
+    parser.addoption(
+        "--minutes", type=float, help="Start tests for so many minutes, in one random order."
+    )
     parser.addoption("--record", type=Path, help="Write the outcome of each part to this file.")
     parser.addoption("--started", type=float, default=time.time(), help=argparse.SUPPRESS)
 
 
 def sampled(cases: Iterable[Any], sample: Iterable[Any], part: str, **of: int) -> list[Any]:
-    """``cases`` as parameters of a test: those in ``sample`` always run, the others in the part of the sweep called ``part``, some
-    of them (``of_all``) where all parts run."""
+    """``cases`` as parameters of a test: those in ``sample`` always run, the others in the part of
+    the sweep called ``part``, some of them (``of_all``) where all parts run."""
     always = set(sample)
-    return [pytest.param(case, marks=[] if case in always else [pytest.mark.sweep(part, **of)]) for case in cases]
+    return [
+        pytest.param(case, marks=[] if case in always else [pytest.mark.sweep(part, **of)])
+        for case in cases
+    ]
 
 
 def part_of(item: pytest.Item) -> str | None:
@@ -57,7 +72,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(
             f"there is no part {asked}; there are: {', '.join(sorted({part for part in parts.values() if part}))}"
         )
-    kept = [item for item, part in parts.items() if (part is not None) == sweeping and asked in (None, part)]
+    kept = [
+        item
+        for item, part in parts.items()
+        if (part is not None) == sweeping and asked in (None, part)
+    ]
     if config.getoption("--minutes"):
         random.Random(SEED).shuffle(kept)
     elif asked is None:
@@ -104,7 +123,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             late = outcome == "skipped" and LEFT in str(report.longrepr)
             if "figures" in properties:
                 figures[report.nodeid] = properties["figures"]
-            found.setdefault(part, Counter())["left" if late else "failed" if outcome == "error" else outcome] += 1
+            found.setdefault(part, Counter())[
+                "left" if late else "failed" if outcome == "error" else outcome
+            ] += 1
             found[part]["seconds"] += round(report.duration)
             if late:
                 left[report.nodeid.partition("[")[0]] += 1
@@ -113,7 +134,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     terminalreporter.section("sweep")
     for part, counts in sorted(found.items()):
         run = counts["passed"] + counts["failed"]
-        terminalreporter.line(f"{part}: {run} run, {counts['failed']} failed, {counts['left']} left, {counts['seconds']} s")
+        terminalreporter.line(
+            f"{part}: {run} run, {counts['failed']} failed, {counts['left']} left, {counts['seconds']} s"
+        )
     for name, count in sorted(left.items()):
         terminalreporter.line(f"  left: {count} of {name}")
     if record := config.getoption("--record"):

@@ -1,7 +1,9 @@
-"""A pytest plugin that runs graphrun with one call left out: ``LEFT_OUT=runtime/streamer.py:160:48`` (file, and the line and column
-at which the call ends: of ``a.b().c()``, two calls begin at one place).
+"""A pytest plugin that runs graphrun with one call left out:
+``LEFT_OUT=runtime/streamer.py:160:48`` (file, and the line and column at which the call ends: of
+``a.b().c()``, two calls begin at one place).
 
-The call's arguments are not evaluated either. Its value is 0.0: a mark at the start of time, for which nothing has to wait.
+The call's arguments are not evaluated either. Its value is 0.0: a mark at the start of time, for
+which nothing has to wait.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class _Finder(importlib.abc.MetaPathFinder):
         spec = PathFinder.find_spec(fullname, path)
         if spec is None or spec.origin is None or not spec.origin.endswith(f"/graphrun/{FILE}"):
             return None
-        return importlib.util.spec_from_file_location(fullname, spec.origin, loader=_Loader(fullname, spec.origin))
+        return importlib.util.spec_from_file_location(
+            fullname, spec.origin, loader=_Loader(fullname, spec.origin)
+        )
 
 
 sys.meta_path.insert(0, _Finder())

@@ -1,6 +1,8 @@
-"""Each wait, join, barrier and mark of the executor is left out in turn: tests of it under the ordering checker notice that.
+"""Each wait, join, barrier and mark of the executor is left out in turn: tests of it under the
+ordering checker notice that.
 
-A mark that is left out is one recorded before all work: what waits for it waits for nothing, and times are wrong."""
+A mark that is left out is one recorded before all work: what waits for it waits for nothing, and
+times are wrong."""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ TESTS = [
 
 
 class Site(NamedTuple):
-    """A call: ``file`` under graphrun/runtime, where in it the call ends, and the ``function`` that calls ``called``."""
+    """A call: ``file`` under graphrun/runtime, where in it the call ends, and the ``function`` that
+    calls ``called``."""
 
     file: str
     line: int
@@ -43,12 +46,22 @@ def sites() -> Iterator[Site]:
     for path in sorted(RUNTIME.glob("*.py")):
         for function in ast.walk(ast.parse(path.read_text())):
             for node in ast.walk(function) if isinstance(function, ast.FunctionDef) else ():
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ORDERING:
+                if (
+                    isinstance(node, ast.Call)
+                    and isinstance(node.func, ast.Attribute)
+                    and node.func.attr in ORDERING
+                ):
                     if isinstance(node.func.value, ast.Constant):
                         continue  # the join of a text
                     assert node.end_lineno
                     assert node.end_col_offset
-                    yield Site(path.name, node.end_lineno, node.end_col_offset, function.name, ast.unparse(node.func))
+                    yield Site(
+                        path.name,
+                        node.end_lineno,
+                        node.end_col_offset,
+                        function.name,
+                        ast.unparse(node.func),
+                    )
 
 
 SITES = {site[:3]: site for site in sites()}.values()  # of functions in one another, the inner one
@@ -57,7 +70,9 @@ SITES = {site[:3]: site for site in sites()}.values()  # of functions in one ano
 def test_every_call_of_the_source_is_a_site() -> None:
     """As many as a search of the text finds, texts' own ``join`` left out."""
     calls = rf"(?<![\"'])\.({'|'.join(sorted(ORDERING))})\("
-    assert len(SITES) == sum(len(re.findall(calls, path.read_text())) for path in RUNTIME.glob("*.py"))
+    assert len(SITES) == sum(
+        len(re.findall(calls, path.read_text())) for path in RUNTIME.glob("*.py")
+    )
 
 
 @pytest.mark.sweep
@@ -65,7 +80,11 @@ def test_every_call_of_the_source_is_a_site() -> None:
 def test_a_call_left_out_is_noticed(site: Site) -> None:
     """``site`` is left out in a process of its own, which runs `TESTS` up to the first failure."""
     here = str(Path(__file__).parent)
-    environment = {**os.environ, "LEFT_OUT": f"runtime/{site.file}:{site.line}:{site.column}", "PYTHONPATH": f"{ROOT}:{here}"}
+    environment = {
+        **os.environ,
+        "LEFT_OUT": f"runtime/{site.file}:{site.line}:{site.column}",
+        "PYTHONPATH": f"{ROOT}:{here}",
+    }
     command = [sys.executable, "-m", "pytest", "-p", "left_out", "-x", "-p", "no:cacheprovider"]
     found = subprocess.run(
         [*command, *(f"tests/runtime/{test}" for test in TESTS)],

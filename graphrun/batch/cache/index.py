@@ -1,8 +1,10 @@
-"""The cached outputs of a folder: an SQLite database, which several processes may use at once. Knows neither keys nor contents.
+"""The cached outputs of a folder: an SQLite database, which several processes may use at once.
+Knows neither keys nor contents.
 
-put    in one transaction: insert the entry and its bytes, delete the least recently used entries over the limit
-get    where the SHA-256 of the bytes is not the entry's, delete the entry: it is absent and computed again
-kill   at any moment leaves each entry complete or absent, since SQLite rolls back what was not committed
+put    in one transaction: insert the entry and its bytes, delete the least recently used entries
+over the limit get    where the SHA-256 of the bytes is not the entry's, delete the entry: it is
+absent and computed again kill   at any moment leaves each entry complete or absent, since SQLite
+rolls back what was not committed
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ LIMIT_BYTES = 4 * GIB
 BUSY_SECONDS = 30.0
 DATABASE = "outputs.sqlite"
 
-# Bytes have a table of their own, so that the time of use is written without them. auto_vacuum: the file shrinks on deletion.
+# Bytes have a table of their own, so that the time of use is written without them. auto_vacuum: the
+# file shrinks on deletion.
 _TABLES = """
 PRAGMA auto_vacuum = FULL; PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; PRAGMA foreign_keys = ON;
 CREATE TABLE IF NOT EXISTS entries (
@@ -39,15 +42,25 @@ WITH newest_first AS (SELECT key, SUM(nbytes) OVER (ORDER BY key = ? DESC, used 
 DELETE FROM entries WHERE key IN (SELECT key FROM newest_first WHERE total > ?)
 """
 # SQLite's columns take values of any type: rows that this program did not write are deleted.
-_TYPES: Mapping[str, type] = {"key": str, "graph": str, "stage": str, "about": str, "nbytes": int, "made": float, "used": float}
+_TYPES: Mapping[str, type] = {
+    "key": str,
+    "graph": str,
+    "stage": str,
+    "about": str,
+    "nbytes": int,
+    "made": float,
+    "used": float,
+}
 _DELETE_ODD = "DELETE FROM entries WHERE " + " OR ".join(
-    f"typeof({name}) != '{ {str: 'text', int: 'integer', float: 'real'}[kind] }'" for name, kind in _TYPES.items()
+    f"typeof({name}) != '{ {str: 'text', int: 'integer', float: 'real'}[kind] }'"
+    for name, kind in _TYPES.items()
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One cached output. ``about``: the inputs it was made for, as text; ``made`` and ``used``: seconds since the epoch."""
+    """One cached output. ``about``: the inputs it was made for, as text; ``made`` and ``used``:
+    seconds since the epoch."""
 
     key: str
     graph: str
@@ -75,8 +88,11 @@ class Index:
                 rows.execute("UPDATE entries SET used = ? WHERE key = ?", (time.time(), key))
         return data
 
-    def put(self, key: str, data: bytes, *, graph: str = "", stage: str = "", about: str = "") -> None:
-        """Stores ``data`` under ``key``, replacing an entry there. Data larger than the limit is not stored."""
+    def put(
+        self, key: str, data: bytes, *, graph: str = "", stage: str = "", about: str = ""
+    ) -> None:
+        """Stores ``data`` under ``key``, replacing an entry there. Data larger than the limit is
+        not stored."""
         if len(data) > self.limit_bytes:
             return
         now = time.time()
@@ -91,7 +107,11 @@ class Index:
         """All entries, the most recently used first."""
         query = "SELECT key, graph, stage, about, nbytes, made, used FROM entries ORDER BY used DESC, key"
         found = [Entry(*row) for row in self._select(query)]
-        if any(not isinstance(value, _TYPES[name]) for entry in found for name, value in asdict(entry).items()):
+        if any(
+            not isinstance(value, _TYPES[name])
+            for entry in found
+            for name, value in asdict(entry).items()
+        ):
             with self._open() as rows:
                 rows.execute(_DELETE_ODD)
             found = [Entry(*row) for row in self._select(query)]
@@ -110,16 +130,21 @@ class Index:
         return [entry for entry in self.entries() if self._read(entry.key) is None]
 
     def file_digest(self, path: Path) -> str:
-        """SHA-256 of a file's content. The file is read again only where its size, mtime or inode changed."""
+        """SHA-256 of a file's content. The file is read again only where its size, mtime or inode
+        changed."""
         found = path.stat()
         stamp = f"{found.st_size} {found.st_mtime_ns} {found.st_ino}"
         with contextlib.suppress(InputError):
-            for (known,) in self._select("SELECT digest FROM files WHERE path = ? AND stamp = ?", str(path), stamp):
+            for (known,) in self._select(
+                "SELECT digest FROM files WHERE path = ? AND stamp = ?", str(path), stamp
+            ):
                 return str(known)
         with opened(path) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         with contextlib.suppress(InputError), self._open() as rows:
-            rows.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?)", (str(path), stamp, digest))
+            rows.execute(
+                "INSERT OR REPLACE INTO files VALUES (?, ?, ?)", (str(path), stamp, digest)
+            )
         return digest
 
     def _read(self, key: str) -> bytes | None:
@@ -143,11 +168,15 @@ class Index:
         advice = ""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            connection = sqlite3.connect(self.folder / DATABASE, timeout=BUSY_SECONDS, isolation_level=None)
+            connection = sqlite3.connect(
+                self.folder / DATABASE, timeout=BUSY_SECONDS, isolation_level=None
+            )
             advice = "; remove the folder if its index is damaged"
             with contextlib.closing(connection):
                 connection.executescript(_TABLES)
                 yield connection
         except (OSError, sqlite3.Error) as error:
             reason = (getattr(error, "strerror", None) or str(error)).strip()
-            raise InputError(f"{self.folder}: outputs cannot be cached there: {reason}{advice}") from error
+            raise InputError(
+                f"{self.folder}: outputs cannot be cached there: {reason}{advice}"
+            ) from error

@@ -1,6 +1,7 @@
 """Looks up cached stage outputs for a run, and caches the outputs of the stages that run.
 
-A cache folder that cannot be read or written is reported once and never fails a run. Knows neither plans nor devices.
+A cache folder that cannot be read or written is reported once and never fails a run. Knows neither
+plans nor devices.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ What = Literal["encoded", "all", "none"]
 class Reuse:
     """The cached outputs of ``graph`` for resolved ``inputs`` on ``device``, in ``index``.
 
-    ``what``: ``encoded`` caches the outputs of `encode_prompt`, ``all`` latents too. ``allow``: as for a plan. ``note`` is called
-    once with the reason where the cache folder cannot be used.
+    ``what``: ``encoded`` caches the outputs of `encode_prompt`, ``all`` latents too. ``allow``: as
+    for a plan. ``note`` is called once with the reason where the cache folder cannot be used.
     """
 
     def __init__(
@@ -42,19 +43,24 @@ class Reuse:
 
     def takes(self, stage: Stage) -> bool:
         """Whether outputs of ``stage`` are looked up and cached."""
-        return cacheable(stage) and (self.what == "all" or (self.what == "encoded" and stage.op == "encode_prompt"))
+        return cacheable(stage) and (
+            self.what == "all" or (self.what == "encoded" and stage.op == "encode_prompt")
+        )
 
     def find(self) -> dict[str, Any]:
         """The cached outputs of stages that need not run, by name as in ``encode.embeds``.
 
-        Stages that only a cached stage needs are left out. Stages whose outputs are the graph's outputs always run.
+        Stages that only a cached stage needs are left out. Stages whose outputs are the graph's
+        outputs always run.
         """
         found: dict[str, Any] = {}
         last = {reference.name for reference in self.graph.outputs.values()}
         needed = set(last)
         for stage in reversed(self.graph.stages):  # consumers before producers
             if stage.name in needed:
-                outputs = self._look(stage) if stage.name not in last and self.takes(stage) else None
+                outputs = (
+                    self._look(stage) if stage.name not in last and self.takes(stage) else None
+                )
                 if outputs is None:
                     needed |= set(self.graph.producers(stage.name))
                 else:
@@ -62,12 +68,19 @@ class Reuse:
         return found
 
     def keep(self, stage: str, outputs: Mapping[str, Any], choices: Choices | None = None) -> None:
-        """Caches the ``outputs`` of ``stage``, which was run with ``choices``, if `takes` says so."""
+        """Caches the ``outputs`` of ``stage``, which was run with ``choices``, if `takes` says
+        so."""
         if not any(each.name == stage and self.takes(each) for each in self.graph.stages):
             return
         if (key := self.keys.key(stage, choices)) is not None:
             try:
-                self.index.put(key, pack(dict(outputs)), graph=self.graph.name, stage=stage, about=self.keys.about(stage))
+                self.index.put(
+                    key,
+                    pack(dict(outputs)),
+                    graph=self.graph.name,
+                    stage=stage,
+                    about=self.keys.about(stage),
+                )
             except InputError as error:
                 self._report(error)
 
@@ -81,7 +94,11 @@ class Reuse:
         except InputError as error:
             self._report(error)
         except (TypeError, ValueError):  # what is cached is no mapping
-            self._report(InputError(f"{self.index.folder}: the entry of {stage.name} is damaged; remove it: graphrun cache rm"))
+            self._report(
+                InputError(
+                    f"{self.index.folder}: the entry of {stage.name} is damaged; remove it: graphrun cache rm"
+                )
+            )
         return None
 
     def _report(self, error: InputError) -> None:
@@ -103,4 +120,12 @@ def reuse_for(
 
     ``device_name``: `Hardware.label`, of several devices those of all.
     """
-    return Reuse(Index(cache / "outputs"), graph, values, device_name, what=what, allow=tuple(allow), note=note)
+    return Reuse(
+        Index(cache / "outputs"),
+        graph,
+        values,
+        device_name,
+        what=what,
+        allow=tuple(allow),
+        note=note,
+    )

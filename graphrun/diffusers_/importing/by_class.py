@@ -1,6 +1,7 @@
 """Pipelines from their class and configuration files: there are sizes only, and weights are random.
 
-The class of each constructor argument is the one that the user names, else the one in its configuration, else its annotation.
+The class of each constructor argument is the one that the user names, else the one in its
+configuration, else its annotation.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ USUAL_SCHEDULER = "EulerDiscreteScheduler"
 
 @dataclass(frozen=True, slots=True)
 class _Argument:
-    """An argument of a pipeline: the classes it may be of (none: a plain value), and whether the pipeline needs it.
+    """An argument of a pipeline: the classes it may be of (none: a plain value), and whether the
+    pipeline needs it.
 
     ``given``: the pipeline creates it itself.
     """
@@ -44,13 +46,18 @@ class _Argument:
 
 
 def of_class(
-    class_path: str, configs: Mapping[str, str], without: Collection[str] = (), workflow: str = "", trust: tuple[str, ...] = ()
+    class_path: str,
+    configs: Mapping[str, str],
+    without: Collection[str] = (),
+    workflow: str = "",
+    trust: tuple[str, ...] = (),
 ) -> Found:
     """The pipeline class ``class_path``.
 
-    ``configs``: argument of its constructor -> ``FILE``, ``CLASS:FILE``, a folder (for a tokenizer), or a plain value. A modular
-    pipeline needs only what ``workflow`` uses. Raises InputError where the class is not a pipeline, for an unknown argument, and
-    for components without a configuration.
+    ``configs``: argument of its constructor -> ``FILE``, ``CLASS:FILE``, a folder (for a
+    tokenizer), or a plain value. A modular pipeline needs only what ``workflow`` uses. Raises
+    InputError where the class is not a pipeline, for an unknown argument, and for components
+    without a configuration.
     """
     from diffusers import DiffusionPipeline
 
@@ -60,17 +67,28 @@ def of_class(
     if not modular and not issubclass(kind, DiffusionPipeline):
         raise InputError(f"{class_path} is no pipeline: give one such as diffusers.FluxPipeline")
     pipeline: Any = pipeline_of(kind) if modular else None
-    members = _of_blocks(pipeline, workflow) if modular else _of_constructor(kind, (*DEFAULT_ALLOW, *trust))
+    members = (
+        _of_blocks(pipeline, workflow)
+        if modular
+        else _of_constructor(kind, (*DEFAULT_ALLOW, *trust))
+    )
     values = pipeline._config_specs if modular else {}
     if unknown := sorted({*configs, *without} - {*members, *values}):
-        raise InputError(f"{unknown[0]}: {class_path} takes no such argument{did_you_mean(unknown[0], [*members, *values])}")
+        raise InputError(
+            f"{unknown[0]}: {class_path} takes no such argument{did_you_mean(unknown[0], [*members, *values])}"
+        )
     plain = {name: _value(text) for name, text in configs.items() if name in values}
     absent, missing = list(without), list[str]()
     for name, argument in members.items():
         text, classes = configs.get(name), argument.classes
         if name in without:
             continue
-        if text is not None and not modular and not classes and not Path(text.rpartition(":")[2]).exists():
+        if (
+            text is not None
+            and not modular
+            and not classes
+            and not Path(text.rpartition(":")[2]).exists()
+        ):
             plain[name] = _value(text)
         elif text is not None:
             _add_described(found, name, text, classes)
@@ -79,18 +97,30 @@ def of_class(
         elif not argument.needed:
             absent.append(name)
         elif not (classes and _add_default(found, name, classes[0])):
-            missing.append(f"--config {name}=FILE ({classes[0].__name__})" if classes else f"--config {name}=CLASS:FILE")
+            missing.append(
+                f"--config {name}=FILE ({classes[0].__name__})"
+                if classes
+                else f"--config {name}=CLASS:FILE"
+            )
     if missing:
-        raise InputError(f"{class_path} needs configurations of its components: add {', '.join(missing)}")
+        raise InputError(
+            f"{class_path} needs configurations of its components: add {', '.join(missing)}"
+        )
     if modular:
-        found.settings = {name: value for name, value in plain.items() if value != values[name].default}
+        found.settings = {
+            name: value for name, value in plain.items() if value != values[name].default
+        }
     else:
         found.settings = plain_settings(kind, plain, absent)
     return found
 
 
 def _of_constructor(kind: type[Any], packages: Collection[str]) -> dict[str, _Argument]:
-    found, optional, hints = dict[str, _Argument](), getattr(kind, "_optional_components", ()), _hints(kind)
+    found, optional, hints = (
+        dict[str, _Argument](),
+        getattr(kind, "_optional_components", ()),
+        _hints(kind),
+    )
     for name, parameter in inspect.signature(kind.__init__).parameters.items():
         if name not in ("self", "args", "kwargs"):
             classes = list(_classes(hints.get(name, parameter.annotation), packages))
@@ -102,7 +132,11 @@ def _of_constructor(kind: type[Any], packages: Collection[str]) -> dict[str, _Ar
 def _of_blocks(pipeline: Any, workflow: str) -> dict[str, _Argument]:
     needed, specs = needed_by(pipeline._blocks, workflow), pipeline._component_specs
     return {
-        name: _Argument([spec.type_hint] if spec.type_hint is not None else [], name in needed, getattr(pipeline, name) is not None)
+        name: _Argument(
+            [spec.type_hint] if spec.type_hint is not None else [],
+            name in needed,
+            getattr(pipeline, name) is not None,
+        )
         for name, spec in specs.items()
     }
 
@@ -115,7 +149,8 @@ def _hints(kind: type[Any]) -> Mapping[str, Any]:
 
 
 def _classes(hint: Any, packages: Collection[str]) -> Iterator[type[Any]]:
-    """The classes of ``packages`` in an annotation; for an enumeration of schedulers, its members."""
+    """The classes of ``packages`` in an annotation; for an enumeration of schedulers, its
+    members."""
     if isinstance(hint, enum.EnumMeta):
         for member in sorted(hint.__members__, key=lambda name: name != USUAL_SCHEDULER):
             yield resolve_class(f"diffusers.{member}")
@@ -132,7 +167,14 @@ def _add_described(found: Found, name: str, text: str, classes: list[type[Any]])
     path = Path(file).expanduser()
     where = f"--config {name}"
     if path.is_dir():
-        config_file = next((path / own for own in ("config.json", "scheduler_config.json") if (path / own).is_file()), None)
+        config_file = next(
+            (
+                path / own
+                for own in ("config.json", "scheduler_config.json")
+                if (path / own).is_file()
+            ),
+            None,
+        )
     else:
         config_file = path
         if not path.is_file():
@@ -141,7 +183,9 @@ def _add_described(found: Found, name: str, text: str, classes: list[type[Any]])
     class_path = asked if colon else _class_named(config or {}, classes)
     if not class_path:
         named = ", ".join(map(path_of, classes)) or "a class"
-        raise InputError(f"{where}: which class is it? write --config {name}=CLASS:{file} with {named}")
+        raise InputError(
+            f"{where}: which class is it? write --config {name}=CLASS:{file} with {named}"
+        )
     kind = resolve_class(class_path, found.trust, where)
     if config is None and issubclass(kind, nn.Module):
         raise InputError(f"{where}: {path} has no config.json")
@@ -151,8 +195,8 @@ def _add_described(found: Found, name: str, text: str, classes: list[type[Any]])
 
 
 def _class_named(config: Mapping[str, Any], classes: list[type[Any]]) -> str:
-    """The class path that a configuration names (diffusers), that the pipeline's annotation names, or that it was saved from
-    (transformers' ``architectures``); empty where none does."""
+    """The class path that a configuration names (diffusers), that the pipeline's annotation names,
+    or that it was saved from (transformers' ``architectures``); empty where none does."""
     own = config.get("_class_name")
     if isinstance(own, str):
         return f"diffusers.{own}"
@@ -165,7 +209,8 @@ def _class_named(config: Mapping[str, Any], classes: list[type[Any]]) -> str:
 
 
 def _add_default(found: Found, name: str, kind: type[Any]) -> bool:
-    """Adds a stand-in for a tokenizer, or a scheduler or processor with its defaults; not a component, whose sizes are unknown."""
+    """Adds a stand-in for a tokenizer, or a scheduler or processor with its defaults; not a
+    component, whose sizes are unknown."""
     if issubclass(kind, nn.Module):
         return False
     path = path_of(kind)

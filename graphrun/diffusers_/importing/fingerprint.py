@@ -1,11 +1,14 @@
-"""Fingerprint runs: dry runs that show whether a pipeline split into stages computes the same as one call.
+"""Fingerprint runs: dry runs that show whether a pipeline split into stages computes the same as
+one call.
 
-Each entry into a component is recorded with a digest of all its arguments, and returns random numbers seeded by that digest. If one
-run passes another tensor than the other, in another order, or enters a component once more, every later digest differs. No weights
-are used; a component's own code runs once per signature, on meta, for the output shapes.
+Each entry into a component is recorded with a digest of all its arguments, and returns random
+numbers seeded by that digest. If one run passes another tensor than the other, in another order, or
+enters a component once more, every later digest differs. No weights are used; a component's own
+code runs once per signature, on meta, for the output shapes.
 
-    one call    text_encoder 3f1a   transformer 90c2   transformer 7be0   vae.decode 12dd
-    stages      text_encoder 3f1a | transformer 90c2   transformer 7be0 | vae.decode 12dd     equal: the same pipeline
+    one call    text_encoder 3f1a   transformer 90c2   transformer 7be0   vae.decode 12dd stages
+    text_encoder 3f1a | transformer 90c2   transformer 7be0 | vae.decode 12dd     equal: the same
+    pipeline
 """
 
 from __future__ import annotations
@@ -44,12 +47,16 @@ class EntryRecord:
 
 
 class FingerprintRun(Prober):
-    """A prober that returns random numbers seeded by the arguments' digest. ``entries`` are those of the last run.
+    """A prober that returns random numbers seeded by the arguments' digest. ``entries`` are those
+    of the last run.
 
-    ``call_locals``: the numbers among the local variables of the function ``observed`` at the last entry into a component.
+    ``call_locals``: the numbers among the local variables of the function ``observed`` at the last
+    entry into a component.
     """
 
-    def __init__(self, graph: Graph, meta_modules: Mapping[str, nn.Module], observed: Callable[..., Any]) -> None:
+    def __init__(
+        self, graph: Graph, meta_modules: Mapping[str, nn.Module], observed: Callable[..., Any]
+    ) -> None:
         super().__init__(meta_modules, weights=random_weights(graph))
         self.entries: list[EntryRecord] = []
         self.call_locals: dict[str, Any] = {}
@@ -57,15 +64,29 @@ class FingerprintRun(Prober):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Context of one fingerprint run, on an unlimited simulated accelerator. Restores the global random state on exit."""
+        """Context of one fingerprint run, on an unlimited simulated accelerator. Restores the
+        global random state on exit."""
         self.entries, self.call_locals = [], {}
         self.recording.items.clear()
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), DryMachine() as machine, self.interceptor:
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.no_grad(),
+            DryMachine() as machine,
+            self.interceptor,
+        ):
             machine.hollow_bytes = HOLLOW_BYTES
             yield
 
-    def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Records the entry, and returns random tensors in the shapes of its outputs. Raises ProbeError if it cannot be traced."""
+    def answer(
+        self,
+        component: str,
+        entry: str,
+        proceed: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Records the entry, and returns random tensors in the shapes of its outputs. Raises
+        ProbeError if it cannot be traced."""
         self._capture_locals()
         try:
             _, made = self.trace(component, entry, proceed, args, kwargs)
@@ -73,23 +94,32 @@ class FingerprintRun(Prober):
             raise
         except Exception as error:
             what = f"{component}.{entry}({describe_arguments(args, kwargs)})"
-            raise ProbeError(f"{what} cannot be traced without weights: {type(error).__name__}: {error}") from error
+            raise ProbeError(
+                f"{what} cannot be traced without weights: {type(error).__name__}: {error}"
+            ) from error
         digest = digest_of((component, entry, args, kwargs))
         self.entries.append(EntryRecord(component, entry, digest))
         generator = torch.Generator("cpu").manual_seed(int(digest[:15], 16))
-        return walk(made.template, lambda t: _random_like(t, generator).to(PLANNED) if t.is_meta else t)
+        return walk(
+            made.template, lambda t: _random_like(t, generator).to(PLANNED) if t.is_meta else t
+        )
 
     def _capture_locals(self) -> None:
         frame = sys._getframe()
         while frame.f_back is not None:
             frame = frame.f_back
             if frame.f_code is self._code:
-                self.call_locals = {name: value for name, value in frame.f_locals.items() if isinstance(value, (int, float))}
+                self.call_locals = {
+                    name: value
+                    for name, value in frame.f_locals.items()
+                    if isinstance(value, (int, float))
+                }
                 return
 
 
 def _random_like(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Normal random numbers in the shape and dtype of ``like``; zeros for integer dtypes and above `HOLLOW_BYTES`."""
+    """Normal random numbers in the shape and dtype of ``like``; zeros for integer dtypes and above
+    `HOLLOW_BYTES`."""
     nbytes = like.numel() * like.element_size()
     if not like.is_floating_point() or nbytes > HOLLOW_BYTES:
         return torch.zeros(like.shape, dtype=like.dtype, device="cpu")
@@ -97,7 +127,8 @@ def _random_like(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor
 
 
 def digest_of(value: Any) -> str:
-    """A digest (16 hexadecimal digits) of every tensor's dtype, shape and values, and of every plain value in ``value``."""
+    """A digest (16 hexadecimal digits) of every tensor's dtype, shape and values, and of every
+    plain value in ``value``."""
     found = hashlib.sha256()
     _digest(value, found.update)
     return found.hexdigest()[:16]
@@ -108,7 +139,9 @@ def _digest(value: Any, update: Callable[[bytes], None]) -> None:
         update(f"{value.dtype}{tuple(value.shape)}".encode())
         if value.numel() * value.element_size() <= HOLLOW_BYTES and not value.is_meta:
             raw = value.raw if isinstance(value, SimTensor) else value
-            flat = torch.empty(raw.numel(), dtype=raw.dtype, device="cpu").copy_(raw.detach().reshape(-1))
+            flat = torch.empty(raw.numel(), dtype=raw.dtype, device="cpu").copy_(
+                raw.detach().reshape(-1)
+            )
             update(flat.view(torch.uint8).numpy().tobytes())
     elif isinstance(value, Mapping):
         for key, item in value.items():
@@ -120,7 +153,9 @@ def _digest(value: Any, update: Callable[[bytes], None]) -> None:
             _digest(item, update)
     elif isinstance(value, (str, bool, int, float, type(None))):
         update(repr(value).encode())
-    elif isinstance(value, torch.Generator):  # some pipelines pass one to `vae.decode`, which does not draw from it
+    elif isinstance(
+        value, torch.Generator
+    ):  # some pipelines pass one to `vae.decode`, which does not draw from it
         update(repr(None).encode())
     else:
         update(type(value).__name__.encode())

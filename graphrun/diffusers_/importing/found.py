@@ -1,12 +1,14 @@
-"""What a source says about a pipeline: its class, components, parts and settings, whatever source they come from.
+"""What a source says about a pipeline: its class, components, parts and settings, whatever source
+they come from.
 
-Decides the class, configuration and dtype of each. Reads no weights, runs no code that came with a checkpoint, knows no stages.
+Decides the class, configuration and dtype of each. Reads no weights, runs no code that came with a
+checkpoint, knows no stages.
 
-    source           where the members come from
-    folder, hub id   model_index.json (name -> class) and NAME/config.json; tokenizers and processors are loaded from the source
-    class            the names and annotations of its constructor; configurations from files
-    one file         the components whose tensors are in it; everything else from a folder or repository
-    live object      its modules' own classes, configurations and dtypes
+    source           where the members come from folder, hub id   model_index.json (name -> class)
+    and NAME/config.json; tokenizers and processors are loaded from the source class            the
+    names and annotations of its constructor; configurations from files one file         the
+    components whose tensors are in it; everything else from a folder or repository live object
+    its modules' own classes, configurations and dtypes
 """
 
 from __future__ import annotations
@@ -35,14 +37,17 @@ OF_FILES, OF_CONFIG = "of its files", "of its configuration"  # reasons for a co
 
 @dataclass(slots=True)
 class Found:
-    """A pipeline that a source describes: what becomes a `Graph`, and what only the text of the graph file says.
+    """A pipeline that a source describes: what becomes a `Graph`, and what only the text of the
+    graph file says.
 
-    ``origin``: the source as the user named it. ``pipeline``: its class path. ``source``: an absolute folder or a repository; None
-    where there are no weights. ``folder``: where its small files are now. ``trust``: packages whose code it may run. ``workflow``:
-    that of a modular pipeline. ``notes``: comments for the head of the graph file. ``settings``: plain constructor arguments.
-    ``components`` and ``parts`` are as the graph file has them: a source is named where it is not the member's folder in
-    ``source``, an empty precision is the dtype, and a part with a ``file`` is a tokenizer of which only the settings are known.
-    ``reasons``: the reason for each component's dtype; both are empty where nothing says it. ``live``: members in memory.
+    ``origin``: the source as the user named it. ``pipeline``: its class path. ``source``: an
+    absolute folder or a repository; None where there are no weights. ``folder``: where its small
+    files are now. ``trust``: packages whose code it may run. ``workflow``: that of a modular
+    pipeline. ``notes``: comments for the head of the graph file. ``settings``: plain constructor
+    arguments. ``components`` and ``parts`` are as the graph file has them: a source is named where
+    it is not the member's folder in ``source``, an empty precision is the dtype, and a part with a
+    ``file`` is a tokenizer of which only the settings are known. ``reasons``: the reason for each
+    component's dtype; both are empty where nothing says it. ``live``: members in memory.
     """
 
     origin: str
@@ -76,15 +81,24 @@ class Found:
         file: Path | None = None,
         live: Any = None,
     ) -> None:
-        """Adds a component, with its ``dtype`` and the reason for it, where the class is a module; else a part.
+        """Adds a component, with its ``dtype`` and the reason for it, where the class is a module;
+        else a part.
 
-        Keys that diffusers ignores when it loads a saved or live model are left out of its configuration: constructors themselves
-        write such keys (AutoencoderTiny's ``block_out_channels``). Infinite defaults are left out too, which a graph file cannot
-        hold (``lambda_min_clipped`` of DPMSolverMultistepScheduler).
+        Keys that diffusers ignores when it loads a saved or live model are left out of its
+        configuration: constructors themselves write such keys (AutoencoderTiny's
+        ``block_out_channels``). Infinite defaults are left out too, which a graph file cannot hold
+        (``lambda_min_clipped`` of DPMSolverMultistepScheduler).
         """
         kind: Any = resolve_class(class_path, self.trust, self.origin)
-        usual = {name: parameter.default for name, parameter in inspect.signature(kind.__init__).parameters.items()}
-        kept = {name: v for name, v in (config or {}).items() if v not in (math.inf, -math.inf) or usual.get(name) != v}
+        usual = {
+            name: parameter.default
+            for name, parameter in inspect.signature(kind.__init__).parameters.items()
+        }
+        kept = {
+            name: v
+            for name, v in (config or {}).items()
+            if v not in (math.inf, -math.inf) or usual.get(name) != v
+        }
         if live is not None:
             self.live[name] = live
         if not issubclass(kind, nn.Module):
@@ -97,8 +111,12 @@ class Found:
         self.reasons[name] = dtype[1]
 
     def graph(self) -> Graph:
-        """The pipeline as a graph without stages, for dry runs: components without weights, parts from where they are now."""
-        sources = {name: f"{self.folder}/{name}" if self.folder and not part.file else None for name, part in self.parts.items()}
+        """The pipeline as a graph without stages, for dry runs: components without weights, parts
+        from where they are now."""
+        sources = {
+            name: f"{self.folder}/{name}" if self.folder and not part.file else None
+            for name, part in self.parts.items()
+        }
         return Graph(
             name=self.name,
             path=None,
@@ -107,32 +125,51 @@ class Found:
             pipeline_config=dict(self.settings),
             trust=self.trust,
             inputs={},
-            components={n: replace(c, source=None, where=f"{self.origin}: {n}") for n, c in self.components.items()},
-            parts={n: replace(p, source=p.source or sources[n], where=self.origin) for n, p in self.parts.items()},
+            components={
+                n: replace(c, source=None, where=f"{self.origin}: {n}")
+                for n, c in self.components.items()
+            },
+            parts={
+                n: replace(p, source=p.source or sources[n], where=self.origin)
+                for n, p in self.parts.items()
+            },
             stages=(),
             outputs={},
         )
 
 
 def name_of(kind: type[Any]) -> str:
-    """A graph's name for a pipeline of class ``kind``: ``flux`` for ``FluxPipeline`` and ``FluxModularPipeline``."""
+    """A graph's name for a pipeline of class ``kind``: ``flux`` for ``FluxPipeline`` and
+    ``FluxModularPipeline``."""
     return slug(kind.__name__.removesuffix("Pipeline").removesuffix("Modular"))
 
 
-def plain_settings(kind: type[Any], given: Mapping[str, Any], absent: Sequence[str]) -> dict[str, Any]:
-    """The settings among ``given`` that the constructor of ``kind`` takes and that differ from its defaults.
+def plain_settings(
+    kind: type[Any], given: Mapping[str, Any], absent: Sequence[str]
+) -> dict[str, Any]:
+    """The settings among ``given`` that the constructor of ``kind`` takes and that differ from its
+    defaults.
 
     Members that are ``absent`` but required by the constructor are added as None.
     """
     parameters = inspect.signature(kind.__init__).parameters
     optional = getattr(kind, "_optional_components", ())
-    found = {name: value for name, value in given.items() if name in parameters and plain(parameters[name].default) != value}
-    required = (name for name in absent if name in parameters and parameters[name].default is inspect.Parameter.empty)
+    found = {
+        name: value
+        for name, value in given.items()
+        if name in parameters and plain(parameters[name].default) != value
+    }
+    required = (
+        name
+        for name in absent
+        if name in parameters and parameters[name].default is inspect.Parameter.empty
+    )
     return found | {name: None for name in required if name not in optional}
 
 
 def common_dtype(stored: Iterable[tuple[str, int]]) -> str:
-    """The dtype of most bytes among ``stored``, (dtype, bytes) of tensors; empty where there is none."""
+    """The dtype of most bytes among ``stored``, (dtype, bytes) of tensors; empty where there is
+    none."""
     sizes = Counter[str]()
     for dtype, nbytes in stored:
         sizes[dtype] += nbytes
@@ -140,7 +177,8 @@ def common_dtype(stored: Iterable[tuple[str, int]]) -> str:
 
 
 def dtype_of(declared: Mapping[str, Any], stored: Iterable[tuple[str, int]]) -> tuple[str, str]:
-    """(dtype, reason) of a component: the dtype of most bytes in its files, else the one in its configuration, else ("", "").
+    """(dtype, reason) of a component: the dtype of most bytes in its files, else the one in its
+    configuration, else ("", "").
 
     ``stored``: (dtype, bytes) of the tensors in its files.
     """
@@ -150,18 +188,31 @@ def dtype_of(declared: Mapping[str, Any], stored: Iterable[tuple[str, int]]) -> 
     return next(((dtype, OF_CONFIG) for dtype in said if dtype in DTYPES), ("", ""))
 
 
-def class_in(library: str, name: str, pipeline: type[Any], origin: str, trust: Sequence[str] = ()) -> str:
-    """The class path for an entry ``[library, name]`` of a model_index. ``library`` may be a subpackage of diffusers' pipelines.
+def class_in(
+    library: str, name: str, pipeline: type[Any], origin: str, trust: Sequence[str] = ()
+) -> str:
+    """The class path for an entry ``[library, name]`` of a model_index. ``library`` may be a
+    subpackage of diffusers' pipelines.
 
-    Raises InputError where no installed and allowed library has the class: code that comes with a checkpoint is never run.
+    Raises InputError where no installed and allowed library has the class: code that comes with a
+    checkpoint is never run.
     """
     if not all(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.]*", text) for text in (library, name)):
         raise InputError(f"{library!r}, {name!r} do not name a class", origin)
-    hints = (parameter.annotation for parameter in inspect.signature(pipeline.__init__).parameters.values())
-    near = [f"{hint.__module__}.{name}" for hint in hints if isinstance(hint, type) and hint.__name__ == name]
+    hints = (
+        parameter.annotation
+        for parameter in inspect.signature(pipeline.__init__).parameters.values()
+    )
+    near = [
+        f"{hint.__module__}.{name}"
+        for hint in hints
+        if isinstance(hint, type) and hint.__name__ == name
+    ]
     own, beside = f"{library}.{name}", pipeline.__module__.rpartition(".")[0]
     allowed = library.split(".")[0] in (*DEFAULT_ALLOW, *trust)
-    paths = [own] if allowed else [f"diffusers.pipelines.{own}", f"{beside}.{name}", f"{beside}.{own}"]
+    paths = (
+        [own] if allowed else [f"diffusers.pipelines.{own}", f"{beside}.{name}", f"{beside}.{own}"]
+    )
     for path in paths + near:
         try:
             resolve_class(path, trust, origin, "component", "part")
@@ -183,7 +234,8 @@ def is_module(class_path: str, trust: Sequence[str], origin: str) -> bool:
 
 
 def path_of(kind: type[Any]) -> str:
-    """The class path of ``kind``: the short one where its package exports it. Raises InputError where it cannot be imported."""
+    """The class path of ``kind``: the short one where its package exports it. Raises InputError
+    where it cannot be imported."""
     package = kind.__module__.split(".")[0]
     for path in (f"{package}.{kind.__name__}", f"{kind.__module__}.{kind.__qualname__}"):
         try:
@@ -191,14 +243,20 @@ def path_of(kind: type[Any]) -> str:
                 return path
         except GraphError:
             continue
-    raise InputError(f"{kind.__module__}.{kind.__qualname__} cannot be imported by its name: a graph file could not name it")
+    raise InputError(
+        f"{kind.__module__}.{kind.__qualname__} cannot be imported by its name: a graph file could not name it"
+    )
 
 
 def plain_config(config: Any) -> dict[str, Any]:
     """A live object's configuration as JSON-ready data, without diffusers' bookkeeping keys."""
     own: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else dict(config)
     found: dict[str, Any] = json.loads(json.dumps(plain(dict(own)), default=str, sort_keys=True))
-    return {key: value for key, value in found.items() if key not in ("_name_or_path", "_use_default_values")}
+    return {
+        key: value
+        for key, value in found.items()
+        if key not in ("_name_or_path", "_use_default_values")
+    }
 
 
 def plain(value: Any) -> Any:
@@ -211,8 +269,12 @@ def plain(value: Any) -> Any:
 
 
 def slug(text: str) -> str:
-    """A graph name from the name of a folder, repository or class: ``flux.1-dev`` for ``FLUX.1-dev``."""
-    return re.sub(r"[^a-z0-9._-]+", "-", text.rstrip("/").rpartition("/")[2].lower()).strip("-.")[:64] or "pipeline"
+    """A graph name from the name of a folder, repository or class: ``flux.1-dev`` for
+    ``FLUX.1-dev``."""
+    return (
+        re.sub(r"[^a-z0-9._-]+", "-", text.rstrip("/").rpartition("/")[2].lower()).strip("-.")[:64]
+        or "pipeline"
+    )
 
 
 def existing_kind(path: Path) -> str:
@@ -223,4 +285,6 @@ def existing_kind(path: Path) -> str:
         return f"{path} is a pickle, and nothing is unpickled: convert it to safetensors"
     if path.suffix == ".sft":
         return f"{path} is a safetensors file: rename it to {path.stem}.safetensors"
-    return f"{path} is a file; give a folder with a model_index.json, a hub id or a pipeline's class"
+    return (
+        f"{path} is a file; give a folder with a model_index.json, a hub id or a pipeline's class"
+    )

@@ -1,14 +1,16 @@
-"""Stages of a modular pipeline: its top-level blocks, where a dry run shows that splitting there changes nothing.
+"""Stages of a modular pipeline: its top-level blocks, where a dry run shows that splitting there
+changes nothing.
 
-    FluxAutoBlocks    text_encoder --prompt_embeds, ...--> denoise --latents--> decode       blocks that ran for these inputs
+    FluxAutoBlocks    text_encoder --prompt_embeds, ...--> denoise --latents--> decode       blocks
+    that ran for these inputs
 
     Blocks stay in one stage where
       - one enters no component (FLUX's `input` block joins its neighbour),
       - one reads a part whose state another changed (a scheduler's timesteps),
       - one passes another a value that is not a tensor, plain data or a picture.
 
-Decides which blocks make a stage, and the source of each argument, by the values that the blocks' own code reads of the pipeline
-state. Knows no YAML.
+Decides which blocks make a stage, and the source of each argument, by the values that the blocks'
+own code reads of the pipeline state. Knows no YAML.
 """
 
 from __future__ import annotations
@@ -38,9 +40,9 @@ RESERVED_NAMES = frozenset({"blocks", "seed", *FIELDS})
 class _BlockRun:
     """One block's run in a dry run.
 
-    ``reads``: state values that it read, name -> number of the block that wrote it (None: an input). ``writes``: names that it
-    wrote. ``entered``: the component entries. ``drew``: whether it drew random numbers. ``changed``: names of parts whose state it
-    changed.
+    ``reads``: state values that it read, name -> number of the block that wrote it (None: an
+    input). ``writes``: names that it wrote. ``entered``: the component entries. ``drew``: whether
+    it drew random numbers. ``changed``: names of parts whose state it changed.
     """
 
     name: str
@@ -54,7 +56,8 @@ class _BlockRun:
 class _TracedState(dict[str, Any]):
     """The values of a pipeline state, with a record of which block reads and writes them.
 
-    The last of ``ran`` is the running block. ``unpassable``: (writer, reader) for values that a graph cannot pass between stages.
+    The last of ``ran`` is the running block. ``unpassable``: (writer, reader) for values that a
+    graph cannot pass between stages.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -83,12 +86,17 @@ class _TracedState(dict[str, Any]):
         if reader < 0 or writer == reader:
             return
         self.ran[-1].reads.setdefault(name, writer)
-        if writer is not None and name != GENERATOR and (name in RESERVED_NAMES or not _is_passable(super().get(name))):
+        if (
+            writer is not None
+            and name != GENERATOR
+            and (name in RESERVED_NAMES or not _is_passable(super().get(name)))
+        ):
             self.unpassable.append((writer, reader))
 
 
 def _is_passable(value: Any) -> bool:
-    """Whether ``value`` can be passed between stages and cached: a tensor, plain data, a picture, or a container of these."""
+    """Whether ``value`` can be passed between stages and cached: a tensor, plain data, a picture,
+    or a container of these."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _is_passable(item) for key, item in value.items())
     if isinstance(value, (list, tuple)):
@@ -98,7 +106,8 @@ def _is_passable(value: Any) -> bool:
 
 
 def split_at_blocks(trial: TrialPipeline, call: CallInputs) -> Layout:
-    """The stages of a modular pipeline. An input for which they differ from the whole call is left out.
+    """The stages of a modular pipeline. An input for which they differ from the whole call is left
+    out.
 
     Raises NotSplit where it has to be one stage, ProbeError naming the call that failed.
     """
@@ -110,22 +119,44 @@ def split_at_blocks(trial: TrialPipeline, call: CallInputs) -> Layout:
     observed = _trace_blocks(trial, call.arguments)
     groups = _group_blocks(observed, trial.pipeline)
     if len(groups) < 2:
-        raise NotSplit("its blocks pass each other values that a graph cannot hold, or only one block enters components")
-    made = {name: observed.get(name) for number in groups[-1] for name in observed.ran[number].writes}
+        raise NotSplit(
+            "its blocks pass each other values that a graph cannot hold, or only one block enters components"
+        )
+    made = {
+        name: observed.get(name) for number in groups[-1] for name in observed.ran[number].writes
+    }
     stages = _stages(observed.ran, groups, call, outputs_in(made))
 
     def home(name: str) -> str:
         """The first stage with a block that expects the component ``name``, else the last stage."""
-        named = (s.name for s in stages for b in s.arguments["blocks"] if name in blocks.sub_blocks[b].component_names)
+        named = (
+            s.name
+            for s in stages
+            for b in s.arguments["blocks"]
+            if name in blocks.sub_blocks[b].component_names
+        )
         return next(named, stages[-1].name)
 
-    return tried(trial, call, stages, stages[-1].outputs, _trials(call), ("split at its blocks,", "values"), home)
+    return tried(
+        trial,
+        call,
+        stages,
+        stages[-1].outputs,
+        _trials(call),
+        ("split at its blocks,", "values"),
+        home,
+    )
 
 
 def _trace_blocks(trial: TrialPipeline, arguments: Mapping[str, Any]) -> _TracedState:
-    """Runs the blocks of a call with ``arguments`` one after another, recording their reads and writes. Raises ProbeError."""
+    """Runs the blocks of a call with ``arguments`` one after another, recording their reads and
+    writes. Raises ProbeError."""
     generator = torch.Generator("cpu").manual_seed(0)
-    given = {"num_inference_steps": few_steps(arguments.get("strength")), **arguments, GENERATOR: generator}
+    given = {
+        "num_inference_steps": few_steps(arguments.get("strength")),
+        **arguments,
+        GENERATOR: generator,
+    }
     with trial.as_probe_errors(arguments), trial.fingerprint.running():
         pipeline, entries = trial.pipeline, trial.fingerprint.entries
         if "padding_mask_crop" not in arguments:
@@ -136,15 +167,22 @@ def _trace_blocks(trial: TrialPipeline, arguments: Mapping[str, Any]) -> _Traced
             count, drawn, before = len(entries), generator.get_state(), _part_digests(pipeline)
             observed.ran.append(ran := _BlockRun(name, {}, {}))
             _, state = block(pipeline, state)
-            ran.entered, ran.drew = tuple(entries[count:]), not torch.equal(drawn, generator.get_state())
-            ran.changed = frozenset(key for key, digest in _part_digests(pipeline).items() if digest != before[key])
+            ran.entered, ran.drew = (
+                tuple(entries[count:]),
+                not torch.equal(drawn, generator.get_state()),
+            )
+            ran.changed = frozenset(
+                key for key, digest in _part_digests(pipeline).items() if digest != before[key]
+            )
     return observed
 
 
 def _part_digests(pipeline: Any) -> dict[str, str]:
     """Digests of the state of the pipeline's parts (a scheduler's timesteps), by part name."""
     return {
-        name: digest_of({key: value for key, value in vars(part).items() if key != "_internal_dict"})
+        name: digest_of(
+            {key: value for key, value in vars(part).items() if key != "_internal_dict"}
+        )
         for name, part in pipeline.components.items()
         if hasattr(part, "from_config") and not isinstance(part, torch.nn.Module)
     }
@@ -166,18 +204,28 @@ def _group_blocks(observed: _TracedState, pipeline: Any) -> list[list[int]]:
             expected = {spec.name for spec in blocks[ran[other].name].expected_components}
             if each.changed & expected and any(other in group for group in groups):
                 join(one, other)
-    while len(groups) > 1 and (idle := [g for g in groups if not any(ran[number].entered for number in g)]):
+    while len(groups) > 1 and (
+        idle := [g for g in groups if not any(ran[number].entered for number in g)]
+    ):
         index = groups.index(idle[0])
         neighbour = groups[index + 1] if index + 1 < len(groups) else groups[index - 1]
         join(min(idle[0][0], neighbour[0]), max(idle[0][-1], neighbour[-1]))
     return groups
 
 
-def _stages(ran: Sequence[_BlockRun], groups: Sequence[Sequence[int]], call: CallInputs, outputs: tuple[str, ...]) -> list[Stage]:
-    """A stage for each of ``groups``, named after its block with the most component entries. The last stage makes ``outputs``."""
+def _stages(
+    ran: Sequence[_BlockRun],
+    groups: Sequence[Sequence[int]],
+    call: CallInputs,
+    outputs: tuple[str, ...],
+) -> list[Stage]:
+    """A stage for each of ``groups``, named after its block with the most component entries. The
+    last stage makes ``outputs``."""
     names: dict[int, str] = {}
     for group in groups:
-        name = max((ran[number] for number in group), key=lambda each: len(each.entered)).name.replace(".", "_")
+        name = max(
+            (ran[number] for number in group), key=lambda each: len(each.entered)
+        ).name.replace(".", "_")
         names |= dict.fromkeys(group, f"{name}_block" if name in call.inputs else name)
     stages: list[Stage] = []
     drew: str | None = None
@@ -196,20 +244,34 @@ def _stages(ran: Sequence[_BlockRun], groups: Sequence[Sequence[int]], call: Cal
         drew = names[group[0]] if any(ran[number].drew for number in group) else drew
     read = [r for stage in stages for r in stage.references]
     read += [Reference("stage", stages[-1].name, name) for name in outputs]
-    return [replace(s, outputs=tuple(dict.fromkeys(r.output for r in read if r.name == s.name and r.output))) for s in stages]
+    return [
+        replace(
+            s, outputs=tuple(dict.fromkeys(r.output for r in read if r.name == s.name and r.output))
+        )
+        for s in stages
+    ]
 
 
 def _trials(call: CallInputs) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
-    """The inputs of each trial, and what is left out where it differs: the defaults, a batch of two, a negative prompt.
+    """The inputs of each trial, and what is left out where it differs: the defaults, a batch of
+    two, a negative prompt.
 
     A prompt is the planning text, and media are those of ``call.arguments``.
     """
     values: dict[str, Any] = {}
     for name, entry in call.inputs.items():
         parameter = call.parameters.get(name, name)
-        values[name] = PLANNING_TEXT if parameter == "prompt" else entry.get("default", call.arguments.get(parameter))
+        values[name] = (
+            PLANNING_TEXT
+            if parameter == "prompt"
+            else entry.get("default", call.arguments.get(parameter))
+        )
     few = few_steps(call.arguments.get("strength"))
-    steps = {name: few for name, parameter in call.parameters.items() if parameter == "num_inference_steps"}
+    steps = {
+        name: few
+        for name, parameter in call.parameters.items()
+        if parameter == "num_inference_steps"
+    }
     yield values, ()
     for name, value in (("batch", 2), ("negative_prompt", "blurry")):
         if name in call.inputs:

@@ -1,6 +1,8 @@
-"""What modular pipelines are made of: the class of their blocks, the workflow, and where each component comes from.
+"""What modular pipelines are made of: the class of their blocks, the workflow, and where each
+component comes from.
 
-A graph file can name blocks that are of a class with that class's own settings, or a workflow of such blocks. Runs no block.
+A graph file can name blocks that are of a class with that class's own settings, or a workflow of
+such blocks. Runs no block.
 """
 
 from __future__ import annotations
@@ -18,13 +20,17 @@ from graphrun.ops.modular import BLOCKS, is_modular_class, quietly
 
 WORKFLOW = "workflow"
 # Attributes of a block instance that are not settings of its own.
-NOT_OWN = frozenset({"sub_blocks", "block_classes", "block_names", "_internal_dict", "_progress_bar_config"})
+NOT_OWN = frozenset(
+    {"sub_blocks", "block_classes", "block_names", "_internal_dict", "_progress_bar_config"}
+)
 
 
 def blocks_of(blocks: Any, kind: type[Any], origin: str) -> tuple[dict[str, Any], str]:
-    """(settings, workflow) that identify ``blocks`` in a graph file. ``kind`` is the pipeline's class.
+    """(settings, workflow) that identify ``blocks`` in a graph file. ``kind`` is the pipeline's
+    class.
 
-    Raises InputError for blocks that were assembled or changed by code, and for code that came with a checkpoint.
+    Raises InputError for blocks that were assembled or changed by code, and for code that came with
+    a checkpoint.
     """
     if type(blocks).__module__.startswith("diffusers_modules"):
         raise InputError(f"{origin}: {own_code(type(blocks).__name__)}")
@@ -35,7 +41,11 @@ def blocks_of(blocks: Any, kind: type[Any], origin: str) -> tuple[dict[str, Any]
         for workflow in usual._workflow_map or {}:
             if _same_blocks(usual.get_workflow(workflow), blocks):
                 return {}, workflow
-    if type(blocks).__module__.split(".")[0] != "diffusers" or usual is None or type(blocks) is not type(usual):
+    if (
+        type(blocks).__module__.split(".")[0] != "diffusers"
+        or usual is None
+        or type(blocks) is not type(usual)
+    ):
         path = path_of(type(blocks))
         with suppress(TypeError):
             if _same_blocks(type(blocks)(), blocks):
@@ -61,17 +71,24 @@ def _default_blocks(kind: type[Any]) -> Any:
 
 
 def _same_blocks(one: Any, other: Any) -> bool:
-    """Whether two blocks are of one class with equal settings and the same inner blocks under the same names."""
+    """Whether two blocks are of one class with equal settings and the same inner blocks under the
+    same names."""
     if type(one) is not type(other) or list(one.sub_blocks) != list(other.sub_blocks):
         return False
     mine, theirs = vars(one), vars(other)  # an attribute that only one has was set during use
-    if any(_comparable(mine[name]) != _comparable(theirs[name]) for name in (mine.keys() & theirs.keys()) - NOT_OWN):
+    if any(
+        _comparable(mine[name]) != _comparable(theirs[name])
+        for name in (mine.keys() & theirs.keys()) - NOT_OWN
+    ):
         return False
-    return all(_same_blocks(one.sub_blocks[name], other.sub_blocks[name]) for name in one.sub_blocks)
+    return all(
+        _same_blocks(one.sub_blocks[name], other.sub_blocks[name]) for name in one.sub_blocks
+    )
 
 
 def _comparable(value: Any) -> Any:
-    """``value`` in a comparable form. Of a parameter's declaration only the name counts, since blocks change its other fields."""
+    """``value`` in a comparable form. Of a parameter's declaration only the name counts, since
+    blocks change its other fields."""
     if isinstance(value, (list, tuple)):
         return [_comparable(item) for item in value]
     if isinstance(value, Mapping):
@@ -81,20 +98,23 @@ def _comparable(value: Any) -> Any:
 
 
 def add_default(found: Found, pipeline: Any, name: str) -> None:
-    """Adds the guider, processor or other part that the blocks of ``pipeline`` create themselves under ``name``, if it has a
-    configuration for the graph file."""
+    """Adds the guider, processor or other part that the blocks of ``pipeline`` create themselves
+    under ``name``, if it has a configuration for the graph file."""
     made = getattr(pipeline, name)
     if hasattr(made, "config"):
         found.add(name, path_of(type(made)), plain_config(made.config))
 
 
 def pipeline_of(kind: type[Any], blocks: str | None = None) -> Any:
-    """A modular pipeline of class ``kind`` without components, with blocks of the class path ``blocks`` if given, else its own.
+    """A modular pipeline of class ``kind`` without components, with blocks of the class path
+    ``blocks`` if given, else its own.
 
     Raises InputError where ``kind`` has no blocks of its own and ``blocks`` is None.
     """
     if blocks is None and _default_blocks(kind) is None:
-        raise InputError(f"{kind.__name__} has no blocks of its own: name a class such as diffusers.FluxModularPipeline")
+        raise InputError(
+            f"{kind.__name__} has no blocks of its own: name a class such as diffusers.FluxModularPipeline"
+        )
     with quietly():
         return kind(blocks=resolve_class(blocks, (), "", "blocks")() if blocks else None)
 
@@ -112,23 +132,35 @@ def fresh_configs(pipe: Any) -> dict[str, Any]:
 
 
 def loaded_from(spec: Any) -> str | None:
-    """The folder or hub path that a component with this specification is loaded from; None where it names none."""
+    """The folder or hub path that a component with this specification is loaded from; None where it
+    names none."""
     path = spec.pretrained_model_name_or_path
     if not path:
         return None
-    at = f"{path}@{spec.revision.replace('/', '%2F')}" if spec.revision and not Path(path).is_dir() else str(path)
+    at = (
+        f"{path}@{spec.revision.replace('/', '%2F')}"
+        if spec.revision and not Path(path).is_dir()
+        else str(path)
+    )
     base = str(Path(path).resolve()) if Path(path).is_dir() else at
     return f"{base}/{spec.subfolder}" if spec.subfolder else base
 
 
 def set_workflow(found: Found, sets: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``sets`` without the ``workflow`` of a modular pipeline, which ``found`` gets. Raises InputError for an unknown one."""
+    """``sets`` without the ``workflow`` of a modular pipeline, which ``found`` gets. Raises
+    InputError for an unknown one."""
     if WORKFLOW not in sets or not is_modular_class(found.kind):
         return sets
     own = found.settings.get(BLOCKS)
-    blocks = resolve_class(own, found.trust, found.origin, "blocks")() if own else _default_blocks(found.kind)
+    blocks = (
+        resolve_class(own, found.trust, found.origin, "blocks")()
+        if own
+        else _default_blocks(found.kind)
+    )
     known, asked = blocks._workflow_map or {}, sets[WORKFLOW]
     if asked not in known:
-        raise InputError(f"workflow {asked}: {type(blocks).__name__} has no such workflow{did_you_mean(str(asked), known)}")
+        raise InputError(
+            f"workflow {asked}: {type(blocks).__name__} has no such workflow{did_you_mean(str(asked), known)}"
+        )
     found.workflow = asked
     return {name: value for name, value in sets.items() if name != WORKFLOW}

@@ -1,4 +1,5 @@
-"""A byte tokenizer that stands in for one of which only the class is known. Sizes are right, since pipelines pad texts."""
+"""A byte tokenizer that stands in for one of which only the class is known. Sizes are right, since
+pipelines pad texts."""
 
 from __future__ import annotations
 
@@ -16,19 +17,31 @@ def stand_in(settings: Mapping[str, Any]) -> Any:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(stand_in_words()), **settings)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(stand_in_words()), **settings
+    )
 
 
 def stand_in_words() -> str:
-    """A byte tokenizer as JSON in the tokenizers library's format: one token for each byte, between ``<s>`` and ``</s>``."""
+    """A byte tokenizer as JSON in the tokenizers library's format: one token for each byte, between
+    ``<s>`` and ``</s>``."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = {"<pad>": 0, **{letter: number + 1 for number, letter in enumerate(letters)}, "<s>": 257, "</s>": 258}
+    words = {
+        "<pad>": 0,
+        **{letter: number + 1 for number, letter in enumerate(letters)},
+        "<s>": 257,
+        "</s>": 258,
+    }
     tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 257), ("</s>", 258)])
-    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in ("<pad>", "<s>", "</s>")])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 257), ("</s>", 258)]
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(mark, special=True, normalized=False) for mark in ("<pad>", "<s>", "</s>")]
+    )
     text: str = tokenizer.to_str()
     return text

@@ -1,6 +1,8 @@
-"""Trial runs of an imported pipeline on meta: its own code runs as one call or in stages, and its component entries are recorded.
+"""Trial runs of an imported pipeline on meta: its own code runs as one call or in stages, and its
+component entries are recorded.
 
-Decides the arguments of the call (which media it needs) and the text of its errors. Does not know how the call is split.
+Decides the arguments of the call (which media it needs) and the text of its errors. Does not know
+how the call is split.
 """
 
 from __future__ import annotations
@@ -37,11 +39,13 @@ HAND_WRITTEN = "Where it lacks arguments, give them with --set, or write the sta
 
 @dataclass
 class TrialPipeline:
-    """A pipeline with components on meta and real parts, and the prober that all its fingerprint runs share.
+    """A pipeline with components on meta and real parts, and the prober that all its fingerprint
+    runs share.
 
-    ``media``: parameters that got media in the last successful `find_arguments`, ``offered``: those that may get some besides.
-    ``tensors``: shapes of the tensors that it gets, by parameter. ``tiled``: its VAE works tile by tile, since it can do nothing
-    else. ``whole_runs``: entries by digest of the arguments.
+    ``media``: parameters that got media in the last successful `find_arguments`, ``offered``: those
+    that may get some besides. ``tensors``: shapes of the tensors that it gets, by parameter.
+    ``tiled``: its VAE works tile by tile, since it can do nothing else. ``whole_runs``: entries by
+    digest of the arguments.
     """
 
     found: Found
@@ -76,7 +80,9 @@ class TrialPipeline:
         key = digest_of((dict(arguments), seed))
         if key not in self.whole_runs:
             given = dict(arguments)
-            if "num_inference_steps" in self.parameters:  # a strength below 1 runs only a share of them
+            if (
+                "num_inference_steps" in self.parameters
+            ):  # a strength below 1 runs only a share of them
                 given.setdefault("num_inference_steps", few_steps(given.get("strength")))
             if "generator" in self.parameters:
                 given["generator"] = torch.Generator("cpu").manual_seed(seed)
@@ -88,15 +94,17 @@ class TrialPipeline:
             if self.modular:
                 self.output = self.output.values
                 self.fingerprint.call_locals = {
-                    name: value for name, value in self.output.items() if isinstance(value, (int, float))
+                    name: value
+                    for name, value in self.output.items()
+                    if isinstance(value, (int, float))
                 }
             self.whole_runs[key] = tuple(self.fingerprint.entries)
         return self.whole_runs[key]
 
     @contextmanager
     def as_probe_errors(self, given: Iterable[str]) -> Iterator[None]:
-        """Turns whatever the call with the arguments ``given`` raises into a ProbeError that names the entry before it, and
-        silences what diffusers logs. InputError passes."""
+        """Turns whatever the call with the arguments ``given`` raises into a ProbeError that names
+        the entry before it, and silences what diffusers logs. InputError passes."""
         try:
             with quietly():
                 yield
@@ -106,22 +114,37 @@ class TrialPipeline:
             raise
         except Exception as error:
             entries = self.fingerprint.entries
-            after = f"after {entries[-1]} was entered" if entries else "before any component was entered"
+            after = (
+                f"after {entries[-1]} was entered"
+                if entries
+                else "before any component was entered"
+            )
             text = " ".join(str(error).split())[:400]
             raise ProbeError(
                 f"the dry run of {self.found.pipeline}({', '.join(given)}) failed {after}, in the pipeline's own code: "
                 f"{type(error).__name__}: {text}. {self._advice()}"
             ) from error
 
-    def run_staged(self, graph: Graph, values: Mapping[str, Any]) -> dict[str, tuple[EntryRecord, ...]]:
-        """The component entries of each stage of ``graph`` for the inputs ``values``. Raises whatever the ops raise."""
+    def run_staged(
+        self, graph: Graph, values: Mapping[str, Any]
+    ) -> dict[str, tuple[EntryRecord, ...]]:
+        """The component entries of each stage of ``graph`` for the inputs ``values``. Raises
+        whatever the ops raise."""
         found: dict[str, tuple[EntryRecord, ...]] = {}
 
         def after_stage(stage: str, _: Mapping[str, Any]) -> None:
             found[stage] = tuple(self.fingerprint.entries[sum(map(len, found.values())) :])
 
         with quietly(), self.fingerprint.running():
-            stages = Stages(graph, self.meta_modules, PLANNED, values, self.parts, self.meta_modules, planning=True)
+            stages = Stages(
+                graph,
+                self.meta_modules,
+                PLANNED,
+                values,
+                self.parts,
+                self.meta_modules,
+                planning=True,
+            )
             stages.after_stage = after_stage
             stages.run()
         return found
@@ -133,7 +156,9 @@ class TrialPipeline:
         else:
             constructor = inspect.signature(self.found.kind.__init__).parameters
             absent = [
-                name for name, p in constructor.items() if name not in there and not isinstance(p.default, (bool, int, float))
+                name
+                for name, p in constructor.items()
+                if name not in there and not isinstance(p.default, (bool, int, float))
             ]
         without = f"; without {', '.join(absent)}" if absent else ""
         return f"It was called with {', '.join(self.found.components)}{without}. {HAND_WRITTEN}"
@@ -145,44 +170,70 @@ def few_steps(strength: float | None) -> int:
 
 
 def build_trial(found: Found, *, dtype: str = "") -> TrialPipeline:
-    """``found`` with its components built on meta. Raises GraphError naming the component or part that cannot be built.
+    """``found`` with its components built on meta. Raises GraphError naming the component or part
+    that cannot be built.
 
-    ``dtype``: of all components, in place of their own: whether splitting changes something does not depend on dtypes.
+    ``dtype``: of all components, in place of their own: whether splitting changes something does
+    not depend on dtypes.
     """
     graph = found.graph()
-    components = (replace(component, dtype=dtype or component.dtype) for component in graph.components.values())
+    components = (
+        replace(component, dtype=dtype or component.dtype)
+        for component in graph.components.values()
+    )
     meta_modules = {component.name: meta_module(component, graph.trust) for component in components}
     parts = {name: _part(part, graph, found.live.get(name)) for name, part in graph.parts.items()}
-    return TrialPipeline(found, graph, meta_modules, parts, FingerprintRun(graph, meta_modules, found.kind.__call__))
+    return TrialPipeline(
+        found, graph, meta_modules, parts, FingerprintRun(graph, meta_modules, found.kind.__call__)
+    )
 
 
 def _part(part: Part, graph: Graph, live: Any) -> Any:
     if part.file is not None:
-        return measured(stand_in(part.config), f"parts.{part.name}", part.where, part.where, part.file)
+        return measured(
+            stand_in(part.config), f"parts.{part.name}", part.where, part.where, part.file
+        )
     return build_part(part, graph) if live is None or hasattr(live, "set_timesteps") else live
 
 
 def find_arguments(
-    trial: TrialPipeline, plain: Mapping[str, InputSpec], sizes: Mapping[str, Any], literals: Mapping[str, Any]
+    trial: TrialPipeline,
+    plain: Mapping[str, InputSpec],
+    sizes: Mapping[str, Any],
+    literals: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Arguments with which the call runs: the required ones, and as few media as it needs (noted in ``trial.media``).
+    """Arguments with which the call runs: the required ones, and as few media as it needs (noted in
+    ``trial.media``).
 
-    Media before the prompt are a pipeline's main input. Where the call runs without them too, they are in ``trial.offered``.
-    ``sizes`` are those of the media; ``literals`` are passed as they are. Raises ProbeError where no choice of media works: the
-    error of the try that entered most components, the first of these.
+    Media before the prompt are a pipeline's main input. Where the call runs without them too, they
+    are in ``trial.offered``. ``sizes`` are those of the media; ``literals`` are passed as they are.
+    Raises ProbeError where no choice of media works: the error of the try that entered most
+    components, the first of these.
     """
     parameters = trial.parameters
     left_out = ("generator", "num_inference_steps")
-    inputs = (each for each in plain.values() if each.default is not None and each.parameter not in left_out)
+    inputs = (
+        each
+        for each in plain.values()
+        if each.default is not None and each.parameter not in left_out
+    )
     arguments = {each.parameter: each.default for each in inputs}
     if "prompt" in parameters and "prompt_embeds" not in trial.tensors:
         arguments.setdefault("prompt", PLANNING_TEXT)
-    arguments |= {**literals, **{name: torch.zeros(shape, device="cpu") for name, shape in trial.tensors.items()}}
-    candidates = {name: kind for name in parameters if name not in literals and (kind := media_kind(name)) is not None}
+    arguments |= {
+        **literals,
+        **{name: torch.zeros(shape, device="cpu") for name, shape in trial.tensors.items()},
+    }
+    candidates = {
+        name: kind
+        for name in parameters
+        if name not in literals and (kind := media_kind(name)) is not None
+    }
     required = [
         name
         for name, parameter in parameters.items()
-        if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     names = list(parameters)
     before = names[: names.index("prompt")] if "prompt" in names and not trial.modular else []
@@ -198,7 +249,8 @@ def find_arguments(
         )
     optional = [name for name in candidates if name not in (*needed, *first)]
     choices = [needed] if first else []
-    choices += [[*needed, name] for name in first] if len(first) > 1 else []  # a picture or a video, not both
+    # a picture or a video, not both
+    choices += [[*needed, name] for name in first] if len(first) > 1 else []
     choices += _media_choices([*needed, *first], optional)
     failed: ProbeError | None = None
     furthest = -1
@@ -223,14 +275,20 @@ def find_arguments(
     raise failed
 
 
-def _blanks(names: Iterable[str], kinds: Mapping[str, str], sizes: Mapping[str, Any], count: int) -> dict[str, Any]:
+def _blanks(
+    names: Iterable[str], kinds: Mapping[str, str], sizes: Mapping[str, Any], count: int
+) -> dict[str, Any]:
     """Placeholders for the media ``names``: of several ControlNets, one for each of ``count``."""
     made = {name: blank(kinds[name], sizes) for name in names}
-    return {name: one if count == 1 or isinstance(one, list) else [one] * count for name, one in made.items()}
+    return {
+        name: one if count == 1 or isinstance(one, list) else [one] * count
+        for name, one in made.items()
+    }
 
 
 def _media_choices(needed: Sequence[str], optional: Sequence[str]) -> Iterator[list[str]]:
-    """The choices of media to try: the needed ones, these with each optional one, then with the first two, three, ... of them."""
+    """The choices of media to try: the needed ones, these with each optional one, then with the
+    first two, three, ... of them."""
     yield list(needed)
     for name in optional:
         yield [*needed, name]

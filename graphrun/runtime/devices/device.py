@@ -1,11 +1,13 @@
-"""A device, as the executor uses it: memory, two streams and a disk queue, a clock; and counters of host memory.
+"""A device, as the executor uses it: memory, two streams and a disk queue, a clock; and counters of
+host memory.
 
-    compute  |--block 0--|--block 1--|--block 2--|
-    copy     |--in 1--|--in 2--|                 |--in 4--|     in 4 overwrites block 2, so it waits for the mark after block 2
-    disk   |--read 1--|--read 2--|                              reads run on the host, or on a thread of it
+    compute  |--block 0--|--block 1--|--block 2--| copy     |--in 1--|--in 2--|
+    |--in 4--|     in 4 overwrites block 2, so it waits for the mark after block 2 disk   |--read
+    1--|--read 2--|                              reads run on the host, or on a thread of it
 
-Memory is allocated on the compute stream and written on the copy stream; only marks order the two. The copy stream waits for a
-compute mark made after the allocation, compute waits for a mark after the copy, and a buffer is released after a barrier.
+Memory is allocated on the compute stream and written on the copy stream; only marks order the two.
+The copy stream waits for a compute mark made after the allocation, compute waits for a mark after
+the copy, and a buffer is released after a barrier.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ from graphrun.errors import GraphrunError
 
 
 class Arenas:
-    """Counters of live host memory by tier: ``arenas`` (all) and ``pinned`` (page-locked). A storage counts until it is freed."""
+    """Counters of live host memory by tier: ``arenas`` (all) and ``pinned`` (page-locked). A
+    storage counts until it is freed."""
 
     def __init__(self) -> None:
         self._bytes: Counter[str] = Counter()
         self._peaks: Counter[str] = Counter()
-        self._lock = threading.RLock()  # the reader thread counts too, and a finalizer may run inside `count`
+        # the reader thread counts too, and a finalizer may run inside `count`
+        self._lock = threading.RLock()
 
     def count(self, tier: str, memory: torch.Tensor) -> None:
         """Counts ``memory`` in ``tier`` until its storage is freed."""
@@ -60,17 +64,21 @@ class Arenas:
 
 @functools.cache
 def device_lock(name: str) -> threading.RLock:
-    """The lock of the devices called ``name``, shared by everything in the process that runs on one: one run at a time."""
+    """The lock of the devices called ``name``, shared by everything in the process that runs on
+    one: one run at a time."""
     return threading.RLock()
 
 
-# A thread of the parent may hold a lock at the moment of a fork; the child has none of the parent's runs.
+# A thread of the parent may hold a lock at the moment of a fork; the child has none of the parent's
+# runs.
 if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
     os.register_at_fork(after_in_child=device_lock.cache_clear)
 
 Queue = Literal["disk", "lock"]  # of work in the background: reads, page locking
 Stream = Literal["compute", "copy"] | Queue
-Mark = Any  # a point on a stream, opaque outside its device: a float on sim, an event on CUDA (a float on queues of the host)
+# a point on a stream, opaque outside its device: a float on sim, an event on CUDA (a float on
+# queues of the host)
+Mark = Any
 
 
 class Device(ABC):
@@ -81,10 +89,13 @@ class Device(ABC):
 
     name: str  # in a trace
     torch_device: torch.device  # on which ops compute
-    helpers: tuple[Device, ...] = ()  # further devices of the machine, on which components may compute as a whole
+    helpers: tuple[
+        Device, ...
+    ] = ()  # further devices of the machine, on which components may compute as a whole
 
     def __init__(self) -> None:
-        self.arenas = Arenas()  # counters of the live host memory that `arena` allocated, and of its page-locked part
+        # counters of the live host memory that `arena` allocated, and of its page-locked part
+        self.arenas = Arenas()
 
     def with_helpers(self, helpers: Sequence[Device]) -> Device:
         """This device, with ``helpers``, whose host memory counts as its own."""
@@ -109,10 +120,11 @@ class Device(ABC):
 
     @abstractmethod
     def session(self, cap_bytes: int, limit_bytes: int = 0) -> AbstractContextManager[None]:
-        """Activate the device, and refuse allocations beyond ``cap_bytes``, until the context is left.
+        """Activate the device, and refuse allocations beyond ``cap_bytes``, until the context is
+        left.
 
-        ``limit_bytes``: of the plan, `verify.pages.limit_bytes`. PyTorch's allocator gets the larger
-        of both as its limit.
+        ``limit_bytes``: of the plan, `verify.pages.limit_bytes`. PyTorch's allocator gets the
+        larger of both as its limit.
         """
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -126,15 +138,18 @@ class Device(ABC):
         return memory
 
     def pin(self, arena: torch.Tensor) -> None:
-        """Page-locks ``arena`` until its storage is freed. Only counts it on devices without page locking."""
+        """Page-locks ``arena`` until its storage is freed. Only counts it on devices without page
+        locking."""
         self.arenas.count("pinned", arena)
 
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queues a copy between host and device on the copy stream. Raises TransferFailed if it is known to have failed."""
+        """Queues a copy between host and device on the copy stream. Raises TransferFailed if it is
+        known to have failed."""
 
     def read(self, target: torch.Tensor, nbytes: int) -> None:  # noqa: B027 (most devices need nothing)
-        """Call after reading ``nbytes`` from disk into ``target``, which lies in host memory: charges a virtual clock."""
+        """Call after reading ``nbytes`` from disk into ``target``, which lies in host memory:
+        charges a virtual clock."""
 
     @abstractmethod
     def background(self, job: Callable[[], None], queue: Queue = "disk") -> Callable[[], None]:
@@ -144,18 +159,22 @@ class Device(ABC):
         """
 
     def reached(self, marks: Sequence[Mark]) -> bool:
-        """Whether a read with ``marks`` (empty: still under way) ends before the current end of the copy stream."""
+        """Whether a read with ``marks`` (empty: still under way) ends before the current end of the
+        copy stream."""
         return bool(marks)
 
     def queues_behind(self, marks: Sequence[Mark]) -> bool:
-        """Whether a copy of what a read with ``marks`` (empty: still under way) reads can be queued without the host's waiting."""
+        """Whether a copy of what a read with ``marks`` (empty: still under way) reads can be queued
+        without the host's waiting."""
         return bool(marks)
 
     def annotate(self, *, slot: str | None = None, block: str | None = None) -> None:  # noqa: B027 (most devices need nothing)
-        """Names the ``slot`` that begins, or the ``block`` that is copied next, in the messages of a checker."""
+        """Names the ``slot`` that begins, or the ``block`` that is copied next, in the messages of
+        a checker."""
 
     def on_host(self, slowdown: float) -> AbstractContextManager[None]:
-        """Context of compute on the CPU, which takes ``slowdown`` times as long as on the device: charges a virtual clock."""
+        """Context of compute on the CPU, which takes ``slowdown`` times as long as on the device:
+        charges a virtual clock."""
         return nullcontext()
 
     @abstractmethod
@@ -164,7 +183,8 @@ class Device(ABC):
 
     @abstractmethod
     def wait(self, stream: Stream, mark: Mark) -> None:
-        """Makes work queued on ``stream`` from now on start after ``mark``. The host does not wait."""
+        """Makes work queued on ``stream`` from now on start after ``mark``. The host does not
+        wait."""
 
     @abstractmethod
     def barrier(self) -> None:
@@ -182,7 +202,8 @@ class Device(ABC):
     @property
     @abstractmethod
     def available_bytes(self) -> int:
-        """Bytes that this process can have allocated in total: what it has now, plus what is free."""
+        """Bytes that this process can have allocated in total: what it has now, plus what is
+        free."""
 
     @property
     @abstractmethod
@@ -211,7 +232,8 @@ class Device(ABC):
 
     @abstractmethod
     def explain(self, error: BaseException) -> GraphrunError | None:
-        """The GraphrunError for ``error``, or None if it does not concern this device's memory or copies."""
+        """The GraphrunError for ``error``, or None if it does not concern this device's memory or
+        copies."""
 
     def refused(self, error: BaseException) -> bool:
         """Whether ``error``, of memory, is about this device: its message names it."""
@@ -219,5 +241,11 @@ class Device(ABC):
 
     def tiers(self) -> dict[str, int]:
         """Bytes in use by memory tier (see `graphrun.trace.Tier`)."""
-        found = {"device": self.allocated_bytes, **{name: self.arenas.nbytes(name) for name in ("arenas", "pinned")}}
-        return found | {f"device{number}": helper.allocated_bytes for number, helper in enumerate(self.helpers, 1)}
+        found = {
+            "device": self.allocated_bytes,
+            **{name: self.arenas.nbytes(name) for name in ("arenas", "pinned")},
+        }
+        return found | {
+            f"device{number}": helper.allocated_bytes
+            for number, helper in enumerate(self.helpers, 1)
+        }

@@ -15,17 +15,29 @@ def open_device(problem: Problem, *, check_ordering: bool = False) -> Device:
 
     Raises InputError if there is none.
     """
-    return open_devices([problem.hardware, *(of.hardware for of in problem.helpers)], check_ordering=check_ordering)
+    return open_devices(
+        [problem.hardware, *(of.hardware for of in problem.helpers)], check_ordering=check_ordering
+    )
 
 
 def open_devices(cards: Sequence[Hardware], *, check_ordering: bool = False) -> Device:
-    """The first of ``cards``, with the others as its helpers. Raises InputError where one is missing."""
+    """The first of ``cards``, with the others as its helpers. Raises InputError where one is
+    missing."""
     device = open_hardware(cards[0], check_ordering=check_ordering)
-    return device.with_helpers([open_hardware(of, number, device) for number, of in enumerate(cards[1:], 1)])
+    return device.with_helpers(
+        [open_hardware(of, number, device) for number, of in enumerate(cards[1:], 1)]
+    )
 
 
-def open_hardware(hardware: Hardware, number: int = 0, beside: Device | None = None, *, check_ordering: bool = False) -> Device:
-    """The device that ``hardware`` describes, ``number`` of those of its kind. Raises InputError if there is none.
+def open_hardware(
+    hardware: Hardware,
+    number: int = 0,
+    beside: Device | None = None,
+    *,
+    check_ordering: bool = False,
+) -> Device:
+    """The device that ``hardware`` describes, ``number`` of those of its kind. Raises InputError if
+    there is none.
 
     ``beside``: the first device, where this is a helper of it."""
     if hardware.device == "sim":
@@ -50,9 +62,13 @@ def open_hardware(hardware: Hardware, number: int = 0, beside: Device | None = N
             )
         )
     if check_ordering:
-        raise InputError("--check-ordering looks for races on the simulated accelerator: add --device sim")
+        raise InputError(
+            "--check-ordering looks for races on the simulated accelerator: add --device sim"
+        )
     if hardware.device == "cuda":
         from graphrun.runtime.devices.cuda import CudaDevice
 
         return CudaDevice(number, workspace_bytes=hardware.workspace_bytes)
-    raise InputError(f"hardware {hardware.name} computes on {hardware.device!r}, which this version cannot run on; use cuda or sim")
+    raise InputError(
+        f"hardware {hardware.name} computes on {hardware.device!r}, which this version cannot run on; use cuda or sim"
+    )

@@ -1,4 +1,5 @@
-"""The simulated machine as a `Device`. Copies happen at once; the virtual clock overlaps them with compute as a GPU does."""
+"""The simulated machine as a `Device`. Copies happen at once; the virtual clock overlaps them with
+compute as a GPU does."""
 
 from __future__ import annotations
 
@@ -17,9 +18,13 @@ from graphrun.units import show_size
 
 
 def _uncompiled() -> contextlib.AbstractContextManager[Any]:
-    """A context in which what `torch.compile` compiled runs as it was written: there is no compiler for ``sim``. Without compiled
-    code in this process, nothing to do."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo.eval_frame" in sys.modules else contextlib.nullcontext()
+    """A context in which what `torch.compile` compiled runs as it was written: there is no compiler
+    for ``sim``. Without compiled code in this process, nothing to do."""
+    return (
+        torch.compiler.set_stance("force_eager")
+        if "torch._dynamo.eval_frame" in sys.modules
+        else contextlib.nullcontext()
+    )
 
 
 class SimulatedDevice(Device):
@@ -38,11 +43,11 @@ class SimulatedDevice(Device):
 
     @contextmanager
     def session(self, cap_bytes: int, limit_bytes: int = 0) -> Iterator[None]:
-        """Activates the machine with a capacity of at most ``cap_bytes``; one beside another becomes active with that one. Ops run
-        on its compute timeline, whichever was current.
+        """Activates the machine with a capacity of at most ``cap_bytes``; one beside another
+        becomes active with that one. Ops run on its compute timeline, whichever was current.
 
-        Leaving restores its capacity, unless it was changed meanwhile, and raises RaceError if races were found since the last
-        barrier.
+        Leaving restores its capacity, unless it was changed meanwhile, and raises RaceError if
+        races were found since the last barrier.
         """
         before, ordering = self.machine.capacity_bytes, self.machine.ordering
         capped = cap_bytes if before is None else min(before, cap_bytes)
@@ -69,7 +74,8 @@ class SimulatedDevice(Device):
         self.machine.page_lock(arena)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies now, and charges the copy timeline. The host waits where memory is not page-locked."""
+        """Copies now, and charges the copy timeline. The host waits where memory is not
+        page-locked."""
         with self.machine.on_copy_stream():
             target.copy_(source)
 
@@ -80,7 +86,8 @@ class SimulatedDevice(Device):
             self.machine.ordering.host_wrote(target, "read from disk")
 
     def background(self, job: Callable[[], None], queue: Queue = "disk") -> Callable[[], None]:
-        """Runs the job now; its time passes on the timeline of its queue. So a copy can be queued behind every read."""
+        """Runs the job now; its time passes on the timeline of its queue. So a copy can be queued
+        behind every read."""
         if self.machine.ordering is not None:
             return self.machine.ordering.background(job)
         job()
@@ -97,7 +104,8 @@ class SimulatedDevice(Device):
 
     @contextmanager
     def on_host(self, slowdown: float) -> Iterator[None]:
-        """Charges the compute timeline with the FLOPs computed on the CPU inside, times ``slowdown``."""
+        """Charges the compute timeline with the FLOPs computed on the CPU inside, times
+        ``slowdown``."""
         with sim.HostFlops() as counted:
             yield
         self.machine.charge(round(counted.flops * slowdown))
@@ -139,7 +147,10 @@ class SimulatedDevice(Device):
 
     def holders(self) -> tuple[str, ...]:
         """Size, dtype and shape of every live storage."""
-        return tuple(f"{show_size(nbytes)} {dtype} {tuple(shape)}" for nbytes, shape, dtype in self.machine.live())
+        return tuple(
+            f"{show_size(nbytes)} {dtype} {tuple(shape)}"
+            for nbytes, shape, dtype in self.machine.live()
+        )
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether it is on this machine: one process may have several."""
@@ -152,6 +163,7 @@ class SimulatedDevice(Device):
         return allocation.key, allocation.nbytes
 
     def explain(self, error: BaseException) -> GraphrunError | None:
-        """OutOfMemory for a refused allocation, TransferFailed for a failed copy; injected or not."""
+        """OutOfMemory for a refused allocation, TransferFailed for a failed copy; injected or
+        not."""
         kinds = ((torch.OutOfMemoryError, OutOfMemory), (sim.SimulatedCopyError, TransferFailed))
         return next((ours(str(error)) for kind, ours in kinds if isinstance(error, kind)), None)
