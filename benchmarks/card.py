@@ -51,7 +51,7 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("step", choices=STEPS)
     parser.add_argument(
-        "--rehearse", action="store_true", help="on the simulated accelerator, with graphs in small"
+        "--rehearse", action="store_true", help="on the simulated accelerator, with graphs tiny"
     )
     parser.add_argument(
         "--limit",

@@ -4,7 +4,7 @@ when blocks stream.
 .venv/bin/python benchmarks/executor.py [--overlap] [GRAPH ...]      a few minutes a graph; writes
 benchmarks/results/executor.json
                                                                      --overlap: only these figures
-                                                                     are made anew
+                                                                     are made again
 
 resident   CPU seconds of a run that finds everything resident over those of diffusers' own
 pipeline, called as its users call it,
@@ -15,8 +15,8 @@ overhead   the same on sim, over the same stages without graphrun: also what sim
 overlap    seconds, on the simulated accelerator's clock, of the slot that streams most, over the
 bound
            1.03 x max(compute, transfer) + one block. With the least budget of all, where the ring
-           has room for one layer alone, so that copies and compute take turns; and by block with
-           room for one more, where they need not
+           buffer has room for one layer alone, so that copies and compute take turns; and by block
+           with room for one more, where they need not
 """
 
 from __future__ import annotations

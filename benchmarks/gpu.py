@@ -4,7 +4,7 @@ beside measured.
 python benchmarks/gpu.py                      about eight minutes; writes
 benchmarks/results/gpu-<card>.json python benchmarks/gpu.py --sections tiny      some of: machine
 tiny sdxl flux python benchmarks/gpu.py --rehearse           the same code on the simulated
-accelerator, with the graphs in small
+accelerator, with the graphs tiny
 
 FLUX.1-dev and SDXL run at full size with random weights, under several budgets, so no checkpoint is
 needed. Each section is a process of its own (a CUDA error spoils a process) that writes what it has
@@ -76,7 +76,7 @@ def options() -> argparse.Namespace:
         "--out", type=Path, help="the results; default benchmarks/results/gpu-<card>.json"
     )
     parser.add_argument(
-        "--rehearse", action="store_true", help="on the simulated accelerator, with graphs in small"
+        "--rehearse", action="store_true", help="on the simulated accelerator, with graphs tiny"
     )
     parser.add_argument("--section", help=argparse.SUPPRESS)
     asked = parser.parse_args()

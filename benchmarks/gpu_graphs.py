@@ -250,7 +250,7 @@ class Bench:
                     "books": b,
                     "activation_allocated_bytes": b["peak_allocated_bytes"]
                     - p.resident_bytes
-                    - p.ring_bytes
+                    - p.ring_buffer_bytes
                     - p.values_bytes,
                 }
             )
@@ -321,7 +321,7 @@ class Bench:
             out["given afterwards"] = self.device.allocate(1 << 30).numel() == 1 << 30
 
     def against_cpu(self, out: dict[str, Any]) -> None:
-        """The same values on the CPU, which differ by rounding alone. For graphs in small."""
+        """The same values on the CPU, which differ by rounding alone. For graphs tiny."""
         device, kept = self.device, {}
         for name, place in (("cpu", torch.device("cpu")), ("device", device.torch_device)):
             values: dict[str, torch.Tensor] = {}

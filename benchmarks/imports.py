@@ -11,7 +11,7 @@ tokenizers and random models of the installed transformers.
 A row of the results: `imported` (its stages), `least_bytes`, and `equal`: whether the graph, run at
 that budget on the simulated accelerator, made what the pipeline itself makes, bit for bit; else
 `failed`, or `not_built`, where the class's own call fails here. `without`: arguments that the graph
-does not take. With CLASS the rows of these classes are written anew.
+does not take. With CLASS the rows of these classes are written again.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ GRAPHS = {
     "wan": ("wan-tiny", "wan-14b"),
     "wan22": ("wan22-t2v-tiny", "wan22-t2v"),
 }
-"""Model -> its graph in small, for sim, and at full size, for CUDA."""
+"""Model -> its graph tiny, for sim, and at full size, for CUDA."""
 
 PAGES = {
     "flux": 3.27e-4,

@@ -81,7 +81,7 @@ class Sim:
             torch.__future__.set_swap_module_params_on_conversion(before)
 
     def executor(self) -> Any:
-        """The machine behind the executor's protocol. The executor starts the peak anew for each
+        """The machine behind the executor's protocol. The executor starts the peak again for each
         slot: the highest is kept here."""
         from graphrun.runtime.devices.simulated import SimulatedDevice
 
@@ -150,7 +150,7 @@ class Cuda:
             torch.cuda.set_per_process_memory_fraction(1.0, 0)
 
     def executor(self) -> Any:
-        """The device behind the executor's protocol. The executor starts the peak anew for each
+        """The device behind the executor's protocol. The executor starts the peak again for each
         slot: the highest is kept here."""
         from graphrun.profile.hardware import found
         from graphrun.runtime.devices.cuda import CudaDevice

@@ -261,7 +261,7 @@ def _random_component(rng: random.Random, number: int, card: Hardware) -> Compon
     )
     if groups and rng.random() < 0.4:
         groups.append(("more", rng.choice((8, 16, 32)), rng.choice((20, 80, 200, 400)) * MIB))
-    groups.append(("remainder", 1, rng.choice((50, 100, 400)) * MIB))
+    groups.append(("unblocked", 1, rng.choice((50, 100, 400)) * MIB))
     blocks = tuple(
         BlockGroup(name, tuple(f"{name}.{i}" for i in range(count)), count > 1)
         for name, count, _ in groups

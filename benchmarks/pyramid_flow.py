@@ -55,7 +55,7 @@ GAMMA = 0.3333
 
 def write_tiny(folder: Path) -> None:
     """Random weights in the layout of the checkpoint. Those of its own classes begin with zeros, so
-    all are drawn anew."""
+    all are drawn again."""
     from pyramid_dit.flux_modules import PyramidFluxTransformer
     from video_vae.modeling_causal_vae import CausalVideoVAE
 

@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 FORK = multiprocessing.get_context("fork")
 SMALL = {"height": 32, "width": 32, "steps": 4, "max_sequence_length": 16}
-# flux-tiny's transformer does not fit whole, its encoders do: FLUX.1-dev within 12 GiB, in small.
+# flux-tiny's transformer does not fit whole, its encoders do: FLUX.1-dev within 12 GiB, tiny.
 BUDGET = {"vram": "6M", "ram": "8G", "hardware": "sim"}
 os.environ.update(
     TRANSFORMERS_VERBOSITY="error",

@@ -87,8 +87,8 @@ def planned(problem: Problem) -> dict[str, Any] | None:
         if use.component == "transformer"
     )
     splits = [
-        f"{name} device{helper} {blocks_text(blocks)}"
-        for name, helper, blocks in solution.plan.splits
+        f"{name} device{secondary} {blocks_text(blocks)}"
+        for name, secondary, blocks in solution.plan.splits
     ]
     return {
         "first_seconds": round(of.seconds, 2),
@@ -100,17 +100,17 @@ def planned(problem: Problem) -> dict[str, Any] | None:
             sum(slot.streamed_bytes for slot in denoising) / calls / 2**30, 3
         ),
         "peak_gib": round(max(slot.peak_bytes for slot in of.again) / 2**30, 2),
-        "helper_peak_gib": [
+        "secondary_peak_gib": [
             round(max(of) / 2**30, 2)
-            for of in zip(*(slot.helper_peaks for slot in of.again), strict=True)
+            for of in zip(*(slot.secondary_peaks for slot in of.again), strict=True)
         ],
         "bound_seconds": round(solution.bound_seconds, 2),
         "gap": round(solution.gap, 4),
         "split": splits,
-        "on_helper": [
+        "on_secondary": [
             component.name
             for component in solution.chosen.components
-            if component.variants[0].helper
+            if component.variants[0].secondary
         ],
         "plan_seconds": round(seconds, 1),
     }
@@ -140,10 +140,10 @@ def balanced(graph: Graph, problem: Problem) -> list[str]:
     """Paths of the blocks of the transformer that accelerate puts on the second card, with memory
     for activation left free."""
     (phase,) = (of for of in problem.phases if of.uses and of.uses[0].component == "transformer")
-    working = max(phase.first_bytes, phase.steady_bytes) + phase.live_in_bytes
+    working = max(phase.first_bytes, phase.steady_bytes) + phase.input_bytes
     budgets = {
         0: problem.effective_bytes - working,
-        1: problem.helpers[0].effective_bytes - working,
+        1: problem.secondaries[0].effective_bytes - working,
         "cpu": 1 << 40,
     }
     modeling.get_max_memory = lambda given: given  # it leaves out cards that this machine lacks

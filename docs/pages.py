@@ -201,7 +201,7 @@ explains one.
 plan 5f0c1de2a9b34c77                          the digest of the problem that it is for
 variant transformer nf4 pinned device
 slot denoise/0:transformer steady x27          27 calls, all but the first
-  stream transformer keep transformer_blocks[0,8,16] ring 680 MiB
+  stream transformer keep transformer_blocks[0,8,16] ring buffer 680 MiB
   load vae all from pinned
   run
 slot end
@@ -491,7 +491,7 @@ def timeline() -> str:
         "FLUX.1-dev, 8 GiB",
     )
     style = "text{font:13px system-ui,sans-serif;fill:#222} .tick{fill:#666} .lane{fill:#f3f3f3} .waits{fill:url(#waits)} "
-    style += ".hatching{stroke:#999;fill:none} .activation{fill:#9db4cc} .values,.other{fill:#666} .ring{opacity:.5} "
+    style += ".hatching{stroke:#999;fill:none} .activation{fill:#9db4cc} .values,.other{fill:#666} .ring buffer{opacity:.5} "
     style += ".stream{opacity:.65} "
     style += ".budget{stroke:#c0392b;stroke-width:1.5;stroke-dasharray:6 4;fill:none} "
     style += " ".join(f".c{number}{{fill:{colour}}}" for number, colour in enumerate(COLOURS))

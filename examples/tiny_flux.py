@@ -1,4 +1,4 @@
-"""A FLUX pipeline in small with random weights: what `from_pretrained` returns, without a download.
+"""A FLUX pipeline tiny with random weights: what `from_pretrained` returns, without a download.
 Its pictures are noise."""
 
 from __future__ import annotations

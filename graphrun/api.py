@@ -12,6 +12,7 @@ from graphrun.errors import InputError, PlanError
 from graphrun.files import Store
 from graphrun.graph.values import strings
 from graphrun.notices import without_notices
+from graphrun.trace import warn_of
 from graphrun.units import parse_size
 
 RUNS = 100  # of a session by default: enough that the first run, which loads, weighs little
@@ -118,12 +119,12 @@ def estimate(
     """
     from graphrun.graph.graph import Directives
     from graphrun.graph.graph import Graph as Declared
-    from graphrun.model.problem import Helper
+    from graphrun.model.problem import Secondary
     from graphrun.profile.host_ram import ram_budget
     from graphrun.profile.problems import Limits
 
     (hardware, budget_bytes), *others = _devices(vram, hardware, cache)
-    helpers = tuple(Helper(of, nbytes) for of, nbytes in others)
+    secondaries = tuple(Secondary(of, nbytes) for of, nbytes in others)
     ram_bytes = ram_budget(ram, () if isinstance(graph, Declared) else graph.modules.values())
     reserve_bytes = _size(reserve, "reserve")
     if not isinstance(graph, Declared):
@@ -133,7 +134,10 @@ def estimate(
             )
         demands = Directives(strings(keep), strings(exclude), reserve_bytes or 0)
         return graph.problem(
-            inputs or {}, hardware, Limits(budget_bytes, ram_bytes, helpers=helpers), demands
+            inputs or {},
+            hardware,
+            Limits(budget_bytes, ram_bytes, secondaries=secondaries),
+            demands,
         )
     graph, inputs = (
         graph.until(until).directed(keep, exclude, reserve_bytes, pin).for_first(inputs or {})
@@ -146,7 +150,7 @@ def estimate(
     if runs < 1:
         raise InputError(f"runs {runs}: a session has at least one run")
     host = _size(pinned, "pinned", ram_bytes), _size(disk, "disk")
-    limits = Limits(budget_bytes, ram_bytes, *host, runs, graph.allowed(allow), helpers)
+    limits = Limits(budget_bytes, ram_bytes, *host, runs, graph.allowed(allow), secondaries)
     problem = replace(
         problem_for(graph, values, hardware, limits, _store(cache)), until=until or ""
     )
@@ -287,6 +291,7 @@ def run(
     for this graph or breaks a rule; OutOfMemory where no plan fits the memory left (outputs of
     finished stages are saved, and named in the message); TransferFailed or BrokenPlan where
     execution differs from the plan otherwise. The device is back at its baseline in every case.
+    Warns (RuntimeWarning) if a slot takes more than planned; ``trace.overruns`` has the slots.
     """
     from graphrun.batch.cache.keys import choices_of
     from graphrun.batch.cache.reuse import reuse_for
@@ -320,6 +325,7 @@ def run(
     trace = execute(solution, remaining, values, device, modules, progress, tell=tell, **options)
     if cache is not None:
         remember(solution, trace, Store(cache))
+    warn_of(trace.overruns, stacklevel=2)
     return trace
 
 
@@ -392,7 +398,7 @@ def attach(
     from graphrun.diffusers_.live import components_of
     from graphrun.diffusers_.proxy import refuse_placed, refuse_unnamed
     from graphrun.graph.graph import Directives
-    from graphrun.model.problem import Helper
+    from graphrun.model.problem import Secondary
     from graphrun.profile.host_ram import ram_budget
     from graphrun.profile.problems import Limits
     from graphrun.profile.several import per_device
@@ -431,7 +437,7 @@ def attach(
         _free_bytes(at, of) if row.vram in (None, "auto") else _vram_bytes(row.vram, of)
         for row, of, at in rows
     ]
-    helpers = tuple(Helper(of, nbytes) for of, nbytes in zip(cards[1:], others, strict=True))
+    secondaries = tuple(Secondary(of, nbytes) for of, nbytes in zip(cards[1:], others, strict=True))
     ram_bytes = ram_budget(budget.ram, components_of(pipe, components).values())
     host = _size(budget.pinned, "pinned", ram_bytes), _size(budget.disk, "disk")
     demands = Directives(
@@ -443,7 +449,7 @@ def attach(
         *host,
         RUNS if between_calls == "warm" else 1,
         strings(allow),
-        helpers,
+        secondaries,
     )
     store = CallStore(Store(cache)) if cache is not None else None
     return Attachment(

@@ -47,11 +47,11 @@ class OutOfMemory(BrokenPlan):
 
     ``phase`` and ``part`` name the slot in which it happened ("": outside of any slot).
     ``planned_bytes`` and ``peak_bytes`` are the planned and the measured peak of that slot,
-    ``available_bytes`` what this process could allocate in total at that moment. ``helper``: number
-    of the helper that refused it; 0: the device itself.
+    ``available_bytes`` what this process could allocate in total at that moment. ``secondary``:
+    number of the secondary device that refused it; 0: the device itself.
     """
 
-    helper = 0
+    secondary = 0
     phase = part = ""
     planned_bytes = 0
     peak_bytes = 0

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from graphrun import api
 from graphrun.errors import InputError
+from graphrun.trace import warn_of
 
 if TYPE_CHECKING:
     from graphrun.batch.cache.reuse import What
@@ -62,7 +63,7 @@ def run_many(
     step, and ends with the same bits. ``sink`` is called with the outputs of each finished request
     and returns the files it wrote; without it the outputs are in the result. A request whose run
     fails is in the result's ``errors``; ``strict`` raises its error instead. Other arguments are as
-    for `run`.
+    for `run`. Warns (RuntimeWarning) if a run takes more than planned.
 
     ``cluster``: a cluster file, whose devices run the stages within the budgets that it has, placed
     as by `graphrun plan --cluster` for ``objective``. A request then resumes after its last
@@ -142,4 +143,6 @@ def run_many(
             elsewhere=elsewhere,
         )
         batch = queue.run_requests(graph, requests, context)
-    return batch if items is None else items.finish(batch)
+    batch = batch if items is None else items.finish(batch)
+    warn_of(batch.overruns, stacklevel=2)
+    return batch

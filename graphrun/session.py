@@ -41,7 +41,7 @@ from graphrun.runtime.executor import refuse_unfit, stages_for
 from graphrun.runtime.host import Host
 from graphrun.runtime.recovery import run_to_the_end
 from graphrun.systems import refuse_forked
-from graphrun.trace import Tier, Trace
+from graphrun.trace import Tier, Trace, warn_of
 
 LOOKAHEAD = 32  # the most waiting runs that are examined before a change of plan
 # of a session in memory; those used longest ago are planned, or read from ``cache``, again
@@ -150,7 +150,8 @@ class Session:
         """Runs once, after the runs submitted before. Returns the trace, with the outputs. May be
         called from any thread.
 
-        Raises what `graphrun.run` raises; the next run then starts with an empty device.
+        Raises and warns as `graphrun.run`; after an error, the next run starts with an empty
+        device.
         """
         return self.submit(inputs, progress=progress, journal=journal).result()
 
@@ -240,9 +241,11 @@ class Session:
             stages = stages_for(
                 chosen.solution.plan, chosen.graph, values, self.device, host, **arguments
             )
-            return run_to_the_end(
+            trace = run_to_the_end(
                 chosen.solution, stages, host, self.device, progress, session=runs
             )
+        warn_of(trace.overruns)
+        return trace
 
     def _choose(self, values: Mapping[str, Any], found: Mapping[str, Any]) -> PlannedGraph:
         """The plan for a run whose outputs ``found`` are cached: for the whole graph, or without

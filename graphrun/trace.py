@@ -3,6 +3,7 @@ clock (virtual on ``sim``)."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -16,12 +17,12 @@ class Event:
 
     ``kind`` is one of
         ``load``     copy of one block to the device, where it stays ``stream``   copy of one block
-        into the staging ring ``block``    compute of one streamed block, without the time it waited
-        for its copy ``run``      one call into a component ``read``     one block read from disk
-        into its backing store; ``nbytes`` are those read from files ``fetch``    one block read
-        from disk for its own copy to the device; ``nbytes`` as for ``read`` ``drop``     a backing
-        store released ``evict``    the device copy of one block released ``spill``    a value
-        copied to the host; ``restore``: copied back ``size``     measured device bytes of a
+        into the staging ring buffer ``block``    compute of one streamed block, without the time it
+        waited for its copy ``run``      one call into a component ``read``     one block read from
+        disk into its backing store; ``nbytes`` are those read from files ``fetch``    one block
+        read from disk for its own copy to the device; ``nbytes`` as for ``read`` ``drop``     a
+        backing store released ``evict``    the device copy of one block released ``spill``    a
+        value copied to the host; ``restore``: copied back ``size``     measured device bytes of a
         quantized component after its first call
     """
 
@@ -40,8 +41,10 @@ class SlotTrace:
 
     ``peak_bytes``: peak on the device. ``moved_bytes``: weights copied to the device.
     ``host_bytes``: peak of backing stores and spilled values in RAM; ``locked_bytes``: peak of
-    page-locked memory among it. ``calls``: the most calls into one component. ``helper_peaks``:
-    peak on each helper, whose loads count in ``moved_bytes`` too.
+    page-locked memory among it. ``calls``: the most calls into one component. ``secondary_peaks``:
+    peak on each secondary device, whose loads count in ``moved_bytes`` too. ``planned_peaks``:
+    planned peak on the device and on each secondary device, by the plan that opened the slot, plus
+    the bytes on that device that are not the plan's.
     """
 
     phase: str
@@ -53,12 +56,53 @@ class SlotTrace:
     end_seconds: float
     host_bytes: int = 0
     locked_bytes: int = 0
-    helper_peaks: tuple[int, ...] = ()
+    secondary_peaks: tuple[int, ...] = ()
+    planned_peaks: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
         """``phase part``, as in the plan's text; ``end`` for the slot after the last phase."""
         return f"{self.phase} {self.part}".strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Overrun:
+    """A ``slot`` whose measured peak exceeds the planned one. ``device``: 0, or a secondary
+    device's number."""
+
+    slot: str
+    device: int
+    planned_bytes: int
+    peak_bytes: int
+
+    def __str__(self) -> str:
+        measured, planned = show_size(self.peak_bytes), show_size(self.planned_bytes)
+        if measured == planned:
+            measured, planned = f"{self.peak_bytes:,} B", f"{self.planned_bytes:,} B"
+        where = f" on device{self.device}" if self.device else ""
+        return f"{measured} instead of {planned} in {self.slot}{where}"
+
+
+def verdict(overruns: Sequence[Overrun], replans: int = 0) -> str:
+    """Whether a run matched its plan; if not, the planned and the measured bytes of the largest
+    overrun.
+
+    ``replans``: how often the remaining stages were planned again.
+    """
+    again = f"planned again {'once' if replans == 1 else f'{replans} times'}; " if replans else ""
+    if not overruns:
+        return f"{again}the run matched the plan"
+    largest = max(overruns, key=lambda overrun: overrun.peak_bytes - overrun.planned_bytes)
+    more = f", and in {len(overruns) - 1} more" if len(overruns) > 1 else ""
+    return f"{again}the run took more than planned: {largest}{more}"
+
+
+def warn_of(overruns: Sequence[Overrun], stacklevel: int = 1) -> None:
+    """Issue a RuntimeWarning if there are ``overruns``. ``stacklevel``: 1 names the caller's
+    line."""
+    if overruns:
+        remedy = "plan again from a new estimate, or leave more room with reserve="
+        warnings.warn(f"{verdict(overruns)}; {remedy}", RuntimeWarning, stacklevel=stacklevel + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +170,23 @@ class Trace:
     def peak_bytes(self) -> int:
         """Peak bytes on the device."""
         return max((slot.peak_bytes for slot in self.slots), default=0)
+
+    @property
+    def overruns(self) -> tuple[Overrun, ...]:
+        """The slots that took more than planned."""
+        return tuple(
+            Overrun(slot.name, device, planned, peak)
+            for slot in self.slots
+            for device, (planned, peak) in enumerate(
+                zip(slot.planned_peaks, (slot.peak_bytes, *slot.secondary_peaks), strict=False)
+            )
+            if peak > planned
+        )
+
+    @property
+    def verdict(self) -> str:
+        """Whether the run matched its plan (`verdict`)."""
+        return verdict(self.overruns, len(self.notes))
 
     @property
     def host_bytes(self) -> int:

@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden",
         action="store_true",
-        help="Write golden files anew instead of comparing with them.",
+        help="Write golden files again instead of comparing with them.",
     )
 
 

@@ -129,7 +129,7 @@ def test_run_leaves_picture_plan_and_trace_and_shows_measured_beside_planned(
         "run", TINY, "--device", "sim", "--vram", "6M", "--set", "steps=2", *files
     )
     assert code == 0
-    assert "the plan was kept; left on the device: 0 B" in out
+    assert "the run matched the plan; left on the device: 0 B" in out
     assert Image.open(tmp_path / "o/a.png").size == (128, 128)
     trace = json.loads((tmp_path / "o/trace.json").read_text())
     plan = json.loads((tmp_path / "o/plan.json").read_text())
@@ -495,30 +495,3 @@ def test_a_plan_of_the_older_form_is_refused_with_what_to_do(
             graphrun(*command),
             "old.json: is a plan of version 1, and this graphrun reads version 2; plan again: graphrun plan",
         )
-
-
-def test_a_run_above_its_planned_peak_says_where_and_leaves_with_4(
-    graphrun: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from dataclasses import replace
-
-    from graphrun import api as package
-
-    honest = package.run
-
-    def above_the_plan(*args: Any, **kwargs: Any) -> Any:
-        trace = honest(*args, **kwargs)
-        slots = list(trace.slots)
-        planned = {(slot.phase, slot.part): slot.peak_bytes for slot in args[0].simulation.slots}
-        slots[1] = replace(slots[1], peak_bytes=planned[slots[1].phase, slots[1].part] + 1)
-        return replace(trace, slots=tuple(slots))
-
-    monkeypatch.setattr(package, "run", above_the_plan)
-    code, out, _ = graphrun(
-        "run", TINY, "--device", "sim", "--vram", "6M", "--set", "steps=1", "--reuse", "none"
-    )
-    assert code == 4
-    (measured, planned) = re.findall(
-        r"the plan was BROKEN: encode/0:text_encoder first: (\d+) > (\d+)", out
-    )[0]
-    assert int(measured) == int(planned) + 1

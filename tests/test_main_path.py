@@ -25,7 +25,7 @@ from graphrun.solve.actions import plan_of
 from graphrun.store import trace_key
 from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
-from graphrun.verify.solution import checked_solution
+from graphrun.verify.solution import broken_rules, checked_solution
 
 TINY = str(Path(__file__).parent.parent / "graphs" / "flux-tiny.yaml")
 BUDGETS = ("--device", "sim", "--vram", "64M", "--ram", "8G", "--set", "steps=2")
@@ -38,6 +38,7 @@ COUNTED = (
     simulate,
     check,
     apply_choices,
+    broken_rules,
     checked_solution,
 )
 Cli = Callable[..., tuple[int, str, str]]
@@ -94,7 +95,8 @@ class Calls:
         assert simulations.pop("solution_of", 0) <= kept
         assert checks.pop("checked_solution", 0) == kept
         assert 0 < checks.pop("_refined") <= self.found["plan_of"]
-        before_runs = checks.pop("refuse_broken", 0)
+        before_runs = self.by_caller("broken_rules").get("refuse_broken", 0)
+        assert checks.pop("broken_rules", 0) == before_runs
         assert (simulations, checks) == ({}, {})
         return *self.of_a_stored_plan()[:3], before_runs
 

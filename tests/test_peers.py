@@ -1,4 +1,4 @@
-"""The side-by-side runs in small: cells are what they say, the report says who is behind, the
+"""The side-by-side runs tiny: cells are what they say, the report says who is behind, the
 peers' defects still show."""
 
 from __future__ import annotations

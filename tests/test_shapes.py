@@ -209,7 +209,7 @@ def test_a_run_under_a_hard_cap_draws_what_was_asked_and_so_does_diffusers(
         "--output",
         str(picture),
     )
-    assert (code, "the plan was kept" in out) == (0, True)
+    assert (code, "the run matched the plan" in out) == (0, True)
     planned = np.asarray(Image.open(picture))
     assert part("detector").judge(scene, planned)["all"]
     evaluate = part("evaluate")

@@ -64,7 +64,7 @@ def test_encoding_alone_ends_at_the_baseline_with_valid_embeddings(name: str, co
     )
     embeds = list(first.outputs["embeds"].values())
     assert all(tensor.device.type == "cpu" for tensor in embeds)
-    # FLUX's third is text_ids, which its pipeline makes anew
+    # FLUX's third is text_ids, which its pipeline makes again
     expected = plain_embeddings(graph)[:count]
     assert len(embeds) == count
     for mine, plain in zip(embeds, expected, strict=True):

@@ -35,7 +35,7 @@ from graphrun.ops.loops import why_not
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.host import Host
-from graphrun.trace import Lane, Trace
+from graphrun.trace import Lane, Overrun, Trace, verdict
 
 Sink = Callable[[Request, Mapping[str, Any]], Iterable[Path]]
 """Receives the outputs of a finished request, and returns the files it wrote."""
@@ -67,6 +67,16 @@ class Batch:
         if self.lanes:
             return max(lane.end_seconds for lane in self.lanes)
         return sum(trace.seconds for _, _, trace in self.traces)
+
+    @property
+    def overruns(self) -> tuple[Overrun, ...]:
+        """The slots of all runs that took more than planned."""
+        return tuple(overrun for _, _, trace in self.traces for overrun in trace.overruns)
+
+    @property
+    def verdict(self) -> str:
+        """Whether all runs matched their plans (`graphrun.trace.verdict`)."""
+        return verdict(self.overruns, sum(len(trace.notes) for _, _, trace in self.traces))
 
     @property
     def moved_bytes(self) -> int:

@@ -146,11 +146,11 @@ def segment_of(
 def _schedule(
     problem: Problem, segments: Sequence[Segment], counts: Mapping[str, int], requests: int
 ) -> Schedule:
-    crossing = [
-        _crossing_bytes(problem, segments[:number], segments[number:])
+    transfer = [
+        _transfer_bytes(problem, segments[:number], segments[number:])
         for number in range(1, len(segments))
     ]
-    waiting = max(crossing, default=0)
+    waiting = max(transfer, default=0)
     room = max(
         0,
         problem.ram_bytes
@@ -166,7 +166,7 @@ def _schedule(
     runs = [(segment, max(counts[name] for name in segment.stages)) for segment in segments]
     sizes = [min(group, requests - begin) for begin in range(0, requests, group)]
     totals = [segment.total(min(number, size)) for size in sizes for segment, number in runs]
-    moving = sum(crossing) * (
+    moving = sum(transfer) * (
         1 / problem.hardware.h2d_bytes_per_second + 1 / problem.hardware.d2h_bytes_per_second
     )
     return Schedule(
@@ -180,7 +180,7 @@ def _schedule(
     )
 
 
-def _crossing_bytes(problem: Problem, before: Sequence[Segment], after: Sequence[Segment]) -> int:
+def _transfer_bytes(problem: Problem, before: Sequence[Segment], after: Sequence[Segment]) -> int:
     """Bytes of one request's values that are made in the segments ``before`` and read in the
     segments ``after``."""
     made, read = (

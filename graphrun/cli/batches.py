@@ -4,7 +4,7 @@ be resumed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,7 @@ def run_batch(
     """Runs ``graph`` for the requests in the file ``inputs``, or for a single one, and shows the
     results. ``options`` are as for `graphrun.run_many`.
 
-    Exits with 2 where requests were left out.
+    Exits with 2 where requests were left out, with 4 where a run took more than planned.
     """
     requests = read_requests(inputs) if inputs is not None else [Request(1, {}, where="the inputs")]
     found = resolved(requests, graph, asked.inputs)
@@ -124,6 +124,8 @@ def run_batch(
     )
     if batch.errors:
         raise typer.Exit(2)
+    if batch.overruns:
+        raise typer.Exit(4)
 
 
 def _count(requests: Sequence[Request], graph: Graph) -> int:
@@ -202,7 +204,12 @@ def _batch_json(batch: Batch, requests: int, files: Mapping[int, Sequence[str]])
             for schedule in batch.schedules
         ],
         "shared": batch.shared,
-        "measured": {"seconds": batch.seconds, "moved_bytes": batch.moved_bytes},
+        "measured": {
+            "seconds": batch.seconds,
+            "moved_bytes": batch.moved_bytes,
+            "verdict": batch.verdict,
+            "overruns": [asdict(overrun) for overrun in batch.overruns],
+        },
     }
 
 
@@ -220,6 +227,7 @@ def _batch_screen(batch: Batch, requests: int, files: Mapping[int, Sequence[str]
         lines.append(
             f"measured {show_seconds(batch.seconds)}, moved {show_size(batch.moved_bytes)} in {len(batch.traces)} runs"
         )
+        lines.append(batch.verdict)
     if shared := ", ".join(f"{name} {number}" for name, number in batch.shared.items() if number):
         lines.append(f"runs saved, since their outputs were cached or equal: {shared}")
     if written := [path for number in sorted(files) for path in files[number]]:

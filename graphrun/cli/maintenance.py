@@ -137,6 +137,10 @@ def calibrate(
     if device not in (None, "cuda", "sim", "cpu"):
         raise InputError(f"device {device!r} cannot be calibrated; it is cuda, sim or cpu")
     found = measure_and_keep(
-        device, cache_folder(False) or Path(), name, seconds, compiled=compiled
-    )  # type: ignore[arg-type]
+        device,  # type: ignore[arg-type]
+        cache_folder(False) or Path(),
+        name,
+        seconds,
+        compiled=compiled,
+    )
     show(found, as_json, calibrate_screen(found))

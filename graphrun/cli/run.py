@@ -160,7 +160,7 @@ def run(
     from graphrun.report.preview import Preview
     from graphrun.report.progress import Progress
     from graphrun.report.screen import listed, measured_screen, plan_screen
-    from graphrun.report.summary import broken_caps, summarize
+    from graphrun.report.summary import summarize
     from graphrun.report.verdicts import fits
 
     planfile.require_writable(plan_file, trace_file, preview)
@@ -220,7 +220,7 @@ def run(
             about,
         )
     show(summary, as_json, measured_screen(solution, trace, written, shown))
-    if broken_caps(solution, trace):
+    if trace.overruns:
         raise typer.Exit(4)
 
 

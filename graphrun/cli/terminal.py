@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # of rich.
 COLOURS = (
     ("bold green", r"(?m)^(?:fits: yes|done|ok|ready)\b"),
-    ("bold red", r"(?m)^(?:fits: no|infeasible)\b|the plan was BROKEN|does not fit\b"),
+    ("bold red", r"(?m)^(?:fits: no|infeasible)\b|more than planned|does not fit\b"),
     ("cyan", r"(?m)(?<=: )graphrun (?:.*\\\n)*.*$"),
     ("bold", r"(?m)^ (?:#|phase|slot|component|budget) .*$"),
     ("green", "█+"),

@@ -21,7 +21,7 @@ from graphrun.cluster.placement import Column, Span, column_of, parts_of, separa
 from graphrun.files import Store
 from graphrun.graph.graph import Graph
 from graphrun.model.choices import use_with
-from graphrun.model.problem import Hardware, Helper, Problem, Use, ValueNumbers
+from graphrun.model.problem import Hardware, Problem, Secondary, Use, ValueNumbers
 from graphrun.store import fitting_for
 
 # of a host's RAM and page-locked RAM that one column may take
@@ -43,22 +43,22 @@ MOST_KINDS = 40  # of columns of a host, above which fewer devices are taken tog
 
 class Kind(NamedTuple):
     """Devices that are alike: hardware, VRAM budget, and what the host has of RAM and page-locked
-    RAM (None: as RAM). ``helpers``: of one with further devices of its host."""
+    RAM (None: as RAM). ``secondaries``: of one with further devices of its host."""
 
     hardware: Hardware
     vram_bytes: int
     ram_bytes: int
     pinned_bytes: int | None
-    helpers: tuple[Helper, ...] = ()
+    secondaries: tuple[Secondary, ...] = ()
 
     @property
     def members(self) -> tuple[Kind, ...]:
         """The kind of each of its devices, the main one first."""
         others = (
-            self._replace(hardware=of.hardware, vram_bytes=of.budget_bytes, helpers=())
-            for of in self.helpers
+            self._replace(hardware=of.hardware, vram_bytes=of.budget_bytes, secondaries=())
+            for of in self.secondaries
         )
-        return self._replace(helpers=()), *others
+        return self._replace(secondaries=()), *others
 
 
 def together(counts: Mapping[Kind, int], most: int) -> list[Kind]:
@@ -77,7 +77,9 @@ def _teams(main: Kind, counts: Mapping[Kind, int], size: int) -> Iterator[Kind]:
     for others in combinations_with_replacement(counts, size - 1):
         able = all(of.hardware.device == main.hardware.device for of in others)
         if able and all(count <= counts[kind] for kind, count in Counter((main, *others)).items()):
-            yield main._replace(helpers=tuple(Helper(of.hardware, of.vram_bytes) for of in others))
+            yield main._replace(
+                secondaries=tuple(Secondary(of.hardware, of.vram_bytes) for of in others)
+            )
 
 
 def kinds_of(cluster: Cluster) -> dict[str, Kind]:
@@ -213,7 +215,7 @@ class Pricing:
     def _chains(self, kind: Kind) -> dict[tuple[Span, ...], list[Option]]:
         if kind not in self._options:
             least = [self._least(kind, stage) for stage in self.stages]
-            every = [*self._parts, *([] if kind.helpers else self._apart)]
+            every = [*self._parts, *([] if kind.secondaries else self._apart)]
             self._options[kind] = {
                 of: [Option(of, SHARES[0], sum(sum(least[a:b]) for a, b in of))] for of in every
             }
@@ -279,7 +281,9 @@ class Planner:
         """Compute seconds of ``stage`` with the fastest variants and options that a plan may
         choose, each component on the fastest device. Of more than two devices these are known from
         the pairs."""
-        pairs = [kind._replace(helpers=(of,)) for of in dict.fromkeys(kind.helpers)] or [kind]
+        pairs = [kind._replace(secondaries=(of,)) for of in dict.fromkeys(kind.secondaries)] or [
+            kind
+        ]
         each = [self._uses(pair, stage) for pair in pairs]
         ways = [[min(of) for of in zip(*way, strict=True)] for way in zip(*each, strict=True)]
         return min(map(sum, ways))

@@ -380,7 +380,9 @@ def _ways(
 ) -> list[Mapping[Kind, int]]:
     """Every way to put the devices of a host together, each in one column; none where there are
     more than MOST_WAYS."""
-    able = [(kind, Counter(kind.members)) for kind, own in kinds.items() if own or not kind.helpers]
+    able = [
+        (kind, Counter(kind.members)) for kind, own in kinds.items() if own or not kind.secondaries
+    ]
     found = list[Mapping[Kind, int]]()
 
     def put(at: int, left: Counter[Kind], way: Counter[Kind]) -> None:

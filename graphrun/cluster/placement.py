@@ -33,7 +33,7 @@ from graphrun.model.problem import ValueNumbers
 from graphrun.model.simulation import Simulation
 from graphrun.model.solution import Solution
 from graphrun.reading import quoted
-from graphrun.verify.check import check
+from graphrun.verify.solution import broken_rules
 
 Objective = Literal["throughput", "latency"]
 Span = tuple[int, int]  # number of the first stage of a part, and of the one behind its last
@@ -64,17 +64,17 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A device and its column. ``helpers``: further devices of its host that the column has, as
-    `graphrun.model.problem.Helper`."""
+    """A device and its column. ``secondaries``: further devices of its host that the column has, as
+    `graphrun.model.problem.Secondary`."""
 
     device: Device
     column: Column
-    helpers: tuple[Device, ...] = ()
+    secondaries: tuple[Device, ...] = ()
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """The device and its helpers."""
-        return self.device, *self.helpers
+        """The device and its secondary devices."""
+        return self.device, *self.secondaries
 
     @property
     def name(self) -> str:
@@ -93,7 +93,7 @@ class Assignment:
         return self.column.solution.plan
 
 
-class Crossing(NamedTuple):
+class Transfer(NamedTuple):
     """A value that crosses to devices with the stages ``to`` from those with the stages before
     them, and its seconds on the slowest link between two of them; 0 within a host. Values that only
     later stages read travel with the item."""
@@ -138,7 +138,7 @@ class Placement:
         through = _through(self.stages, frozenset(each.stages for each in self.assignments))
         return tuple(span for span in parts_of(self.stages, of.stages) if span[1] in through)
 
-    def crossings(self) -> tuple[Crossing, ...]:
+    def transfers(self) -> tuple[Transfer, ...]:
         """The values that cross between devices."""
         found: dict[tuple[ValueNumbers, tuple[str, ...]], float] = {}
         ends = {(end, of.device.host) for of in self.assignments for _, end in self.spans(of)}
@@ -148,14 +148,14 @@ class Placement:
                 for at, host in ends
                 if at == begin and (link := self.cluster.link(host, to.device.host)) is not None
             ]
-            for value in crossing(self.stages, self.values, begin) if links else ():
+            for value in transfer(self.stages, self.values, begin) if links else ():
                 slowest, stages = (
                     max(link.seconds + value.nbytes / link.bytes_per_second for link in links),
                     self.stages[begin:end],
                 )
                 found[value, stages] = max(slowest, found.get((value, stages), 0.0))
         return tuple(
-            Crossing(of.name, to, of.nbytes, seconds) for (of, to), seconds in found.items()
+            Transfer(of.name, to, of.nbytes, seconds) for (of, to), seconds in found.items()
         )
 
 
@@ -191,7 +191,7 @@ def separable(stages: Sequence[str], values: Iterable[ValueNumbers], parts: Sequ
     )
 
 
-def crossing(stages: Sequence[str], values: Iterable[ValueNumbers], at: int) -> list[ValueNumbers]:
+def transfer(stages: Sequence[str], values: Iterable[ValueNumbers], at: int) -> list[ValueNumbers]:
     """The values that are made before stage number ``at`` and read from there on."""
     place = {stage: number for number, stage in enumerate(stages)}
     return [
@@ -203,7 +203,7 @@ def crossing(stages: Sequence[str], values: Iterable[ValueNumbers], at: int) -> 
 
 def bytes_before(stages: Sequence[str], values: Sequence[ValueNumbers]) -> list[int]:
     """Bytes of the values that cross before each stage."""
-    return [sum(of.nbytes for of in crossing(stages, values, at)) for at in range(len(stages))]
+    return [sum(of.nbytes for of in transfer(stages, values, at)) for at in range(len(stages))]
 
 
 def parse_placement(text: str) -> tuple[Objective, int, list[tuple[str, tuple[str, ...], Plan]]]:
@@ -259,8 +259,8 @@ def column_of(stages: Sequence[str], values: Sequence[ValueNumbers], solution: S
     waiting, copies, parts = 0, list[float](), parts_of(stages, own)
     for begin, end in parts:
         got, sent, part = (
-            crossing(stages, values, begin),
-            crossing(stages, values, end),
+            transfer(stages, values, begin),
+            transfer(stages, values, end),
             set(stages[begin:end]),
         )
         waiting += WAITING * sum(of.nbytes for of in (*got, *sent))
@@ -339,7 +339,7 @@ def violations(placement: Placement) -> list[str]:
         problem = solution.problem
         planned = [
             (problem.hardware, problem.budget_bytes),
-            *((each.hardware, each.budget_bytes) for each in problem.helpers),
+            *((each.hardware, each.budget_bytes) for each in problem.secondaries),
         ]
         if len(planned) != len(of.devices) or len({device.host for device in of.devices}) > 1:
             found.append(f"device {of.name}: its plan is for {len(planned)} devices of one host")
@@ -352,7 +352,7 @@ def violations(placement: Placement) -> list[str]:
                 )
         found += [
             f"device {of.name}: {v.rule} in slot {v.slot}: {v.detail}"
-            for v in check(problem, solution.plan)
+            for v in broken_rules(problem, solution.plan)
         ]
     return found
 

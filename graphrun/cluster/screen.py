@@ -29,9 +29,9 @@ def summary(placed: Placed, plan_seconds: float) -> dict[str, Any]:
                 "device": of.name,
                 "hardware": of.device.hardware.name,
                 "vram_bytes": of.device.vram_bytes,
-                "helpers": [
+                "secondaries": [
                     {"hardware": each.hardware.name, "vram_bytes": each.vram_bytes}
-                    for each in of.helpers
+                    for each in of.secondaries
                 ],
                 "stages": list(of.stages),
                 **figures(
@@ -45,9 +45,9 @@ def summary(placed: Placed, plan_seconds: float) -> dict[str, Any]:
             }
             for of in placement.assignments
         ],
-        "crossings": [
+        "transfers": [
             {"value": of.value, "to": list(of.to), "nbytes": of.nbytes, "seconds": of.seconds}
-            for of in placement.crossings()
+            for of in placement.transfers()
         ],
         "replicas": figures(replicas, "items_per_second", "latency_seconds", "seconds")
         if replicas is not None
@@ -102,7 +102,7 @@ def placement_screen(placed: Placed, look: Look) -> str:
     ]
     return "\n\n".join(
         part
-        for part in (*parts, "\n".join(lines), _crossings(placement, look), _gains(placed, look))
+        for part in (*parts, "\n".join(lines), _transfers(placement, look), _gains(placed, look))
         if part
     )
 
@@ -163,10 +163,10 @@ def _each(texts: Iterable[str]) -> str:
     )
 
 
-def _crossings(placement: Placement, look: Look) -> str:
+def _transfers(placement: Placement, look: Look) -> str:
     rows = [
         [of.value, " ".join(of.to), show_size(of.nbytes), show_seconds(of.seconds)]
-        for of in placement.crossings()
+        for of in placement.transfers()
     ]
     return (
         table(

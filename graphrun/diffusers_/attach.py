@@ -67,7 +67,7 @@ from graphrun.profile import hardware as known_hardware
 from graphrun.profile.problems import Limits
 from graphrun.profile.recording import ComponentProfile, DryRun, Event, Recording, StageEnd
 from graphrun.report.call_screen import call_screen
-from graphrun.report.screen import measured_screen, plan_screen
+from graphrun.report.screen import measured_screen, plan_screen, verdict_line
 from graphrun.report.summary import summarize
 from graphrun.runtime.devices.device import Device, device_lock
 from graphrun.runtime.executor import follow, refuse_broken
@@ -75,7 +75,7 @@ from graphrun.sim.casts import dtype_on
 from graphrun.solve.solve import solve
 from graphrun.solve.transitions import continued
 from graphrun.systems import refuse_forked
-from graphrun.trace import Trace
+from graphrun.trace import Trace, warn_of
 from graphrun.units import show_size
 from graphrun.verify.solution import solution_of
 
@@ -193,7 +193,7 @@ class Attachment:
         self._continued: dict[
             Any, Solution
         ] = {}  # by digest of the problem, and what a run found on the device
-        # `CallKey.without_texts` of calls that needed a new plan: each text is planned anew
+        # `CallKey.without_texts` of calls that needed a new plan: each text is planned again
         self._text_dependent: set[Any] = set()
         self._modules = merge_shared(components_of(pipe, components))
         # raises InputError
@@ -293,7 +293,8 @@ class Attachment:
         if not solution.problem.phases:
             return f"{solution.problem.graph}: the call entered no component"
         if self.replans:
-            return f"{plan_screen(solution)}\n\nthe call left this plan, and was planned again at {', '.join(self.replans)}"
+            again = f"the call left this plan, and was planned again at {', '.join(self.replans)}"
+            return f"{plan_screen(solution)}\n\n{again}\n{verdict_line(trace)}"
         return (
             f"{plan_screen(solution)}\n{measured_screen(solution, trace, [])}"
             if full
@@ -301,11 +302,18 @@ class Attachment:
         )
 
     def summary(self) -> dict[str, Any]:
-        """The last call as JSON-ready data; ``replans`` lists the entries that were replanned.
-        Raises InputError as `report`."""
+        """The last call as JSON-ready data. Raises InputError as `report`.
+
+        ``replans`` lists the entries that were planned again; ``verdict`` says whether the call
+        matched its plans.
+        """
         solution, trace = self._last()
         fits = bool(solution.problem.phases) and not self.replans
-        return {**summarize(solution, None, trace if fits else None), "replans": list(self.replans)}
+        return {
+            **summarize(solution, None, trace if fits else None),
+            "replans": list(self.replans),
+            "verdict": trace.verdict,
+        }
 
     def _last(self) -> tuple[Solution, Trace]:
         if self.solution is None or self.trace is None:
@@ -488,6 +496,7 @@ class Attachment:
         if replan.entries and key.without_texts not in self._text_dependent:
             self._text_dependent.add(key.without_texts)
             del self._dry_runs[key.without_reserve]
+        warn_of(self.trace.overruns)
         return trace.outputs["result"]
 
     def _continued_from_here(self, solution: Solution) -> Solution:
@@ -515,13 +524,13 @@ class Attachment:
         page_bytes = (
             int(problem.hardware.page_scale * LARGE_PAGE_BYTES) if problem.counts_pages else 0
         )
-        keeps = bool(solution.plan.again) and not problem.helpers
+        keeps = bool(solution.plan.again) and not problem.secondaries
         self._host.make_room(
             peak_bytes, problem.effective_bytes, used, page_bytes=page_bytes if keeps else None
         )
-        for number, helper in enumerate(problem.helpers, 1):
-            peak_bytes = max((report.helper_peaks[number - 1] for report in slots), default=0)
-            self._host.make_room(peak_bytes, helper.effective_bytes, used, number)
+        for number, secondary in enumerate(problem.secondaries, 1):
+            peak_bytes = max((report.secondary_peaks[number - 1] for report in slots), default=0)
+            self._host.make_room(peak_bytes, secondary.effective_bytes, used, number)
 
     def _refresh_components(self) -> None:
         """Takes over components that were replaced in the pipeline since the last call (``pipe.vae
@@ -729,13 +738,13 @@ class _Replan:
         )
         known, autocast = dtype_variants.known[component], attachment.autocast
         call, returned = attachment._meta_pipeline.trace(known, entry, args, kwargs, autocast)
-        live_in_bytes = max(0, live_bytes - self._reserve_bytes - attachment._host.held_bytes())
+        input_bytes = max(0, live_bytes - self._reserve_bytes - attachment._host.held_bytes())
         # One stage in which the component is entered twice, so that the plan has a first and a
         # steady slot: the latter is for later entries. 1, 2 and 3 are the keys of what is live
         # before, and of what the two calls return.
         recording = Recording(
             [
-                Event(1, live_in_bytes),
+                Event(1, input_bytes),
                 call,
                 Event(2, returned.nbytes),
                 call,
@@ -762,14 +771,19 @@ class _Replan:
 
 
 def _without_caller_bytes(trace: Trace, held_bytes: int, output_bytes: int) -> Trace:
-    """``trace`` without outputs, and with the caller's bytes subtracted from its peaks.
+    """``trace`` without outputs, and with the caller's bytes subtracted from its peaks, planned and
+    measured.
 
     These are ``held_bytes``, which the caller had on the device before the call, and in the end
     slot the outputs too.
     """
     caller_bytes = {"end": held_bytes + output_bytes}
     slots = tuple(
-        replace(slot, peak_bytes=max(0, slot.peak_bytes - caller_bytes.get(slot.part, held_bytes)))
+        replace(
+            slot,
+            peak_bytes=max(0, slot.peak_bytes - caller_bytes.get(slot.part, held_bytes)),
+            planned_peaks=(max(0, slot.planned_peaks[0] - held_bytes), *slot.planned_peaks[1:]),
+        )
         for slot in trace.slots
     )
     return replace(trace, slots=slots, outputs={})

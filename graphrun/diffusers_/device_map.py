@@ -3,9 +3,9 @@
 A device map assigns each block one device for good. A plan says more, and that is lost on the way
 to a map:
 
-    blocks kept on the device in the component's last stream    0 blocks streamed
-    "cpu", or "disk" where the backing store is on disk component that computes on a helper
-    the helper's number, for all of it
+    blocks kept on the device in the component's last stream    0 blocks streamed "cpu", or "disk"
+    where the backing store is on disk component that computes on a secondary device the secondary
+    device's number, for all of it
 
 A plan made from a map can be checked and simulated: it says whether the map fits, and what it
 costs, before anything runs.
@@ -50,15 +50,15 @@ def device_maps(graph: Graph, solution: Solution) -> dict[str, dict[str, Placeme
         backing_store: Placement = "disk" if variant.backing_store == "disk" else "cpu"
         placements: dict[str, Placement] = {}
         if variant.device != "device":
-            found[numbers.name] = {"": variant.helper or "cpu"}
+            found[numbers.name] = {"": variant.secondary or "cpu"}
             continue
         kept = dict(streams[-1].keep) if streams and streams[-1].keep is not None else None
         for group in (
-            numbers.groups if kept is not None or any(of.helper for of in numbers.groups) else ()
+            numbers.groups if kept is not None or any(of.secondary for of in numbers.groups) else ()
         ):
             resident = range(len(group.blocks)) if kept is None else kept.get(group.name, ())
             placements |= {
-                path: group.helper if index in resident else backing_store
+                path: group.secondary if index in resident else backing_store
                 for index, path in enumerate(group.blocks)
                 if path
             }
@@ -71,7 +71,7 @@ def device_maps(graph: Graph, solution: Solution) -> dict[str, dict[str, Placeme
 
 def plan_for(problem: Problem, maps: Maps) -> Solution:
     """The plan that follows the device maps: a block on a device stays from the first slot to the
-    last, the others are streamed. A component on device 1 is on the first helper.
+    last, the others are streamed. A component on device 1 is on the first secondary device.
 
     Components without a map are loaded for their phases. `check` and `simulate` tell whether the
     plan fits and what it costs. Raises InputError for a map that leaves out a block, that names no
@@ -105,7 +105,7 @@ def _device_of(problem: Problem, name: str, placements: set[Placement]) -> int:
     devices = {at for at in placements if not isinstance(at, str)}
     if devices <= {0}:
         return 0
-    known = len(problem.helpers) + 1
+    known = len(problem.secondaries) + 1
     if len(placements) > 1 or max(devices) >= known:
         where = ", ".join(sorted(map(str, placements)))
         raise InputError(

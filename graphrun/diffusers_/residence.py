@@ -234,7 +234,7 @@ class LiveHost(Host):
     def held_bytes(self, besides: Collection[str] | None = None) -> int:
         """Bytes that this host and others at rest have on the device: weights, and what methods
         cached. ``besides``: without these components of this one, and without what its methods
-        cached. What is on helpers does not count."""
+        cached. What is on secondary devices does not count."""
         mine = [
             residency
             for name, residency in self.residencies.items()
@@ -266,11 +266,11 @@ class LiveHost(Host):
         peak_bytes: int,
         limit_bytes: int,
         used: Collection[str],
-        helper: int = 0,
+        secondary: int = 0,
         page_bytes: int | None = None,
     ) -> None:
         """Evicts weights of other plans so that a run fits whose components ``used`` take up to
-        ``peak_bytes``, on the device or on ``helper``.
+        ``peak_bytes``, on the device or on ``secondary``.
 
         First those within the same budget, until all fit ``limit_bytes``; then those of other
         budgets, until the device has room. Those whose last run is longest ago give way first;
@@ -279,7 +279,7 @@ class LiveHost(Host):
         before and after it, which it may keep reserved; None: nothing stays.
         """
         mine = [residency for name, residency in self.residencies.items() if name in used]
-        device = self._device.every[helper]
+        device = self._device.every[secondary]
         idle: dict[bool, dict[int, Residency]] = {True: {}, False: {}}
         for host in (self, *self._others()):
             of = (
@@ -292,7 +292,7 @@ class LiveHost(Host):
             idle[True].values(),
             [r for key, r in idle[False].items() if key not in idle[True]],
         )
-        same = [host for host in self._others() if host._budget is self._budget and helper == 0]
+        same = [host for host in self._others() if host._budget is self._budget and secondary == 0]
 
         def room_bytes() -> int:
             """That is left of the budget and of the device."""
@@ -302,13 +302,13 @@ class LiveHost(Host):
                 min(limit_bytes - beside_bytes, device.available_bytes - taken_bytes) - peak_bytes
             )
 
-        if helper == 0 and room_bytes() < self.cached_bytes:
+        if secondary == 0 and room_bytes() < self.cached_bytes:
             for host in (self, *self._others()):
                 _clear(host._caches)
         _evict(shared, device, peak_bytes + _loaded_bytes(shared, device) - limit_bytes)
         taken_bytes = device.allocated_bytes - _loaded_bytes(mine, device)
         _evict((*shared, *outside), device, peak_bytes + taken_bytes - device.available_bytes)
-        if helper == 0:
+        if secondary == 0:
             self._room_bytes, self._page_bytes = (
                 room_bytes() if page_bytes is not None else 0,
                 page_bytes or 0,
@@ -401,13 +401,16 @@ class Leftovers:
         self.found = found  # after `clear`, those after the call
         self._weights = {id(child): {*child._parameters, *child._buffers} for _, child, _ in found}
         self._before = {id(child): HeldAttributes(child, own) for _, child, own in found}
-        helpers = (
+        secondaries = (
             value
             for _, _, own in found
             for value in own.values()
             if type(value) not in PLAIN and may_hold(value)
         )
-        self._helpers = {id(helper): HeldAttributes(helper, {**vars(helper)}) for helper in helpers}
+        self._secondaries = {
+            id(secondary): HeldAttributes(secondary, {**vars(secondary)})
+            for secondary in secondaries
+        }
         self._kept: Any = WeakTensorKeyDictionary()  # used as a set; holds no tensor alive
         tensors = found_in(self._parts(), torch.Tensor)
         self._kept.update((tensor, None) for tensor in tensors if tensor.device.type == device.type)
@@ -441,7 +444,7 @@ class Leftovers:
             if (keys := on_device(own)) and id(child) in self._before:
                 restore(self._before[id(child)], keys)
                 changed = True
-        for attributes in self._helpers.values():
+        for attributes in self._secondaries.values():
             restore(attributes, on_device(vars(attributes.holder)))
         if changed:
             self.found = owned(self._modules)

@@ -125,15 +125,15 @@ class _Script:
                     if stream.keep is None
                     else ", ".join(f"{len(i)} of {groups[k]} {k}" for k, i in stream.keep)
                 )
-                yield f"- {name}: {kept or 'no blocks'} stay on the device, the staging ring holds {show_size(stream.ring_bytes)}"
+                yield f"- {name}: {kept or 'no blocks'} stay on the device, the staging ring buffer holds {show_size(stream.ring_buffer_bytes)}"
             if variant.backing_store == "disk":
                 yield f"- {name}: its weights are read from disk block by block, and are never all in RAM"
             elif variant.backing_store == "pinned":
                 yield f"- {name}: its backing store is pinned memory, read from disk while earlier phases compute"
-            if variant.helper:
+            if variant.secondary:
                 yield f"- {name}: computes on {variant.device}, a further device; here it runs on the first"
-            for _, helper, blocks in (split for split in self.plan.splits if split[0] == name):
-                yield f"- {name}: {blocks_text(blocks)} compute on device{helper}, a further device; here they run on the first"
+            for _, secondary, blocks in (split for split in self.plan.splits if split[0] == name):
+                yield f"- {name}: {blocks_text(blocks)} compute on device{secondary}, a further device; here they run on the first"
             if variant.device == "cpu":
                 yield f"- {name}: runs on the CPU; here it runs on the device"
         evicted = {

@@ -31,6 +31,8 @@ class Document:
     data: Any
     root: yaml.Node
     problems: dict[str, int] = field(default_factory=dict)  # text -> line
+    # of entries that were left out for their shape
+    wrong: set[Location] = field(default_factory=set)
     # of mappings, by `id` of their node
     _entries: dict[int, dict[str, tuple[yaml.Node, yaml.Node]]] = field(default_factory=dict)
 

@@ -1,8 +1,9 @@
 """Reads a graph file into a `Graph`, and reports every problem in it with file and line.
 
-    1  shape         pydantic models (`schema`), read by `shape` 2  entries       inputs and their
-    sizes, components, parts, sources, trusted packages 3  connections   ops and their arguments,
-    references and their kinds, cycles, and whether everything declared is used
+    1  shape         pydantic models (`schema`), read by `shape`; what is wrong is left out in 2 and
+    3 2  entries       inputs and their sizes, components, parts, sources, trusted packages 3
+    connections   ops and their arguments, references and their kinds, cycles, and whether
+    everything declared is used
 
 Imports neither torch nor the packages whose classes the file names.
 """
@@ -43,7 +44,7 @@ from graphrun.graph.schema import (
     PartSpec,
     StageSpec,
 )
-from graphrun.graph.shape import spec_of
+from graphrun.graph.shape import graph_spec_of
 from graphrun.graph.shipped import graph_file
 from graphrun.graph.values import Input, did_you_mean, fit, of_type, outside, strings, to_trust
 from graphrun.limits import require
@@ -64,6 +65,8 @@ _NUMBERS = ("int", "float")
 WEIGHTS = ".safetensors"
 FILES = (WEIGHTS, ".gguf")
 PICKLED = (".ckpt", ".bin", ".pt", ".pth", ".pkl")
+# Entries of an item (() is the item itself) whose problem may be that another entry was left out.
+_DEPENDENT = ((), ("revision",), ("gguf",), ("precision",), ("for_each",))
 # File names of the configuration of a component or part in its folder.
 _CONFIG_FILES = ("config.json", "scheduler_config.json")
 
@@ -82,7 +85,7 @@ def load(path: str | Path, trust: Iterable[str] = (), source: str | None = None)
         given = here if source.startswith((".", "~")) or os.path.exists(here) else source
         document.data.pop("revision", None)
         document.data["source"] = given
-    spec = spec_of(GraphSpec, document)
+    spec = graph_spec_of(document)
     graph = _Reader(document, spec, tuple(sorted(set(strings(trust))))).read()
     document.raise_if_any()
     return graph
@@ -92,11 +95,21 @@ class _Reader:
     """Turns a spec of the right shape into a graph, and adds the problems to its document."""
 
     def __init__(self, document: Document, spec: GraphSpec, trust: tuple[str, ...]) -> None:
-        self.document, self.spec, self.trust, self.add = document, spec, trust, document.add
+        self.document, self.spec, self.trust = document, spec, trust
         self.folder = document.path.parent
         asked = spec.allow if spec.allow is not None else DEFAULT_ALLOW
         self.allow = dict.fromkeys((*(name for name in asked if name in DEFAULT_ALLOW), *trust))
-        self.misspelled = False  # whether a reference names nothing, or its stage no known op
+        self.complete = not document.problems  # whether ``spec`` has all entries of the file
+        # or whether a reference names nothing, or its stage no known op
+        self.misspelled = not self.complete
+
+    def add(self, location: Location, text: str) -> None:
+        """Add a problem, unless an entry of a wrong shape was left out there, or that may be
+        why."""
+        for at in self.document.wrong:
+            if location[: len(at)] == at or (location[:2] == at[:2] and location[2:] in _DEPENDENT):
+                return
+        self.document.add(location, text)
 
     def read(self) -> Graph:
         spec = self.spec
@@ -178,7 +191,7 @@ class _Reader:
                         (*at, "members", key),
                         f"no such component or part {member!r}{did_you_mean(member, known)}",
                     )
-            if name not in named | held:
+            if self.complete and name not in named | held:
                 self.add(at, "no stage belongs to it; add pipeline: to a stage, or remove it")
             config = self._pipeline_config((*at, "config"), spec.config)
             where = self.document.where((*at, "class"))
@@ -281,7 +294,9 @@ class _Reader:
     def _sizes(self, name: str, spec: InputSpec) -> dict[str, float | str | tuple[int, ...]]:
         """The sizes of the input ``name``, by `_SIZE_KEYS`; empty for a number or a text."""
         wanted, found = _SIZES.get(spec.type, {}), dict[str, float | str | tuple[int, ...]]()
-        numbers = [each for each, other in self.spec.inputs.items() if other.type in _NUMBERS]
+        numbers = [
+            each for each, other in self.spec.inputs.items() if other.type in (*_NUMBERS, "any")
+        ]
         for key in _SIZE_KEYS:
             at, value = ("inputs", name, key), getattr(spec, key)
             if key not in wanted:
@@ -684,7 +699,7 @@ class _Reader:
         """
         used = {component for stage in stages.values() for component in stage.uses}
         for name in self.spec.components:
-            if name not in used and used <= self.spec.components.keys():
+            if self.complete and name not in used and used <= self.spec.components.keys():
                 self.add(
                     ("components", name),
                     "no stage uses it; add it to uses: of a stage, or remove it",

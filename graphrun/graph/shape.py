@@ -3,14 +3,24 @@ entries, with their lines."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from graphrun.graph.document import Document
-from graphrun.graph.schema import PATTERNS, Spec
+from graphrun.graph.document import Document, Location
+from graphrun.graph.schema import (
+    PATTERNS,
+    ComponentSpec,
+    GraphSpec,
+    InputSpec,
+    PartSpec,
+    PipelineSpec,
+    Spec,
+    StageSpec,
+)
 from graphrun.graph.values import did_you_mean
 
 _Spec = TypeVar("_Spec", bound=Spec)
@@ -24,6 +34,26 @@ _EXPECTED = {
     "model_type": "a mapping",
     "list_type": "a list",
 }
+_CLASS: dict[str, Any] = {"class": "diffusers.DiffusionPipeline"}
+# In place of entries of a wrong shape, so that references to them are valid.
+_STAND_INS: dict[str, Any] = {
+    "inputs": InputSpec.model_construct(type="any"),
+    "components": ComponentSpec.model_construct(**_CLASS, config={}, dtype="bfloat16"),
+    "parts": PartSpec.model_construct(**_CLASS, config={}),
+    "pipelines": PipelineSpec.model_construct(**_CLASS),
+    "stages": StageSpec.model_construct(op="diffusers.module:function"),
+}
+_ROUNDS = 4  # a key is left out, then its item, which needs the key
+# Entries on which no other entry depends, with valid values for them.
+_ALONE = {
+    "name": "graph",
+    "pipeline": _CLASS["class"],
+    "license": "-",
+    "fps": 1.0,
+    "code": "-",
+    "directives": dict[str, Any](),
+    "pipeline_config": dict[str, Any](),
+}
 
 
 def spec_of(model: type[_Spec], document: Document) -> _Spec:
@@ -35,6 +65,60 @@ def spec_of(model: type[_Spec], document: Document) -> _Spec:
         _note(error, model, document)
         document.raise_if_any()
         raise  # pydantic reported a problem that `_note` did not add: a bug
+
+
+def graph_spec_of(document: Document) -> GraphSpec:
+    """Return ``document`` as a graph file. Entries of a wrong shape are left out or have stand-ins.
+
+    Their problems are added to ``document``, their locations to `Document.wrong`. Raises
+    GraphError, as `spec_of`, where the other entries cannot be checked without them: a section is
+    wrong.
+    """
+    data = document.data
+    for _ in range(_ROUNDS):
+        try:
+            spec = GraphSpec.model_validate(data)
+        except ValidationError as error:
+            if data is document.data:
+                _note(error, GraphSpec, document)
+                data = copy.deepcopy(data)
+            places = [details["loc"] for details in error.errors(include_url=False)]
+            locations = [tuple(_existing(place, data)) or place[:1] for place in places]
+            left_out = [_leave_out(location, data) for location in locations]
+            if () in left_out:
+                break
+            document.wrong.update(left_out)
+        else:
+            for section, name in (location for location in document.wrong if len(location) == 2):
+                if stand_in := _STAND_INS.get(str(section)):
+                    getattr(spec, str(section))[name] = stand_in
+            return spec
+    return spec_of(GraphSpec, document)
+
+
+def _leave_out(location: Location, data: Any) -> Location:
+    """Remove the entry at ``location``, or the list that it is in, from the graph file ``data``.
+
+    Return the location of what was removed, or () where other entries depend on it.
+    """
+    if len(location) < 2:
+        if not location or location[0] not in _ALONE:
+            return ()
+        data[location[0]] = _ALONE[str(location[0])]
+        return location
+    entries = data
+    for depth, step in enumerate(location, 1):
+        if step not in entries:  # left out with another error
+            return location
+        if depth == len(location) or isinstance(entries[step], list):
+            break
+        entries = entries[step]
+    if depth < 2:
+        return ()
+    del entries[step]
+    if location[0] == "outputs":
+        entries[step] = "$"
+    return location[:depth]
 
 
 def _note(error: ValidationError, model: type[Spec], document: Document) -> None:

@@ -319,7 +319,7 @@ class Caching(_Cached):
     """PyTorch's caching allocator with expandable segments.
 
     ``page_scale``: factor on the sizes of pages, and on that up to which an allocation is small;
-    for models in small. ``card_bytes``: memory of the card. A segment's address space is 9/8 of it.
+    for models tiny. ``card_bytes``: memory of the card. A segment's address space is 9/8 of it.
     """
 
     def __init__(self, page_scale: float = 1.0, card_bytes: int = 1 << 50) -> None:

@@ -29,7 +29,7 @@ from graphrun.model.problem import (
 )
 from graphrun.model.splits import arguments_bytes, with_splits
 
-# Blocks for which a ring has room, and likewise the bounce buffer of a backing store on disk
+# Blocks for which a ring buffer has room, and likewise the bounce buffer of a backing store on disk
 # (`Variant.host_bytes`).
 BUFFERED_BLOCKS = 2
 
@@ -54,12 +54,12 @@ def overlap_seconds(order: Sequence[tuple[int, int, float]], variant: Variant) -
     before the block:
 
         remainder |  block  |  block  | remainder |  block  | remainder |      while the remainder
-        computes, the ring is filled
+        computes, the ring buffer is filled
 
-    Of the latter only as much counts as two copies take, since the ring has room for two blocks;
-    with a backing store on disk as much as four reads take, two of them into the bounce buffer. Any
-    excess stays with group 0. The remainder's compute after the last block is added to that before
-    the next call's first block.
+    Of the latter only as much counts as two copies take, since the ring buffer has room for two
+    blocks; with a backing store on disk as much as four reads take, two of them into the bounce
+    buffer. Any excess stays with group 0. The remainder's compute after the last block is added to
+    that before the next call's first block.
     """
     found = [0.0] * len(variant.block_bytes)
     blocks = [number for number, (k, _, _) in enumerate(order) if k]
@@ -181,30 +181,32 @@ def use_with(use: Use, component: ComponentNumbers, variant: Variant) -> Use:
     return replace(use, seconds=seconds, order=tuple(order))
 
 
-def activation_bytes(phase_bytes: int, variants: Iterable[Variant], glue_bytes: int = 0) -> int:
+def activation_bytes(
+    phase_bytes: int, variants: Iterable[Variant], pipeline_code_bytes: int = 0
+) -> int:
     """Device bytes of activation of a phase that runs with ``variants``, one per component it uses.
 
     ``phase_bytes``: the phase's activation as traced. If all variants compute on the CPU or on
-    helpers: ``glue_bytes``, at most ``phase_bytes``. Otherwise: ``phase_bytes`` plus the largest
-    `scratch_bytes`.
+    secondary devices: ``pipeline_code_bytes``, at most ``phase_bytes``. Otherwise: ``phase_bytes``
+    plus the largest `scratch_bytes`.
     """
     found = list(variants)
     if found and all(variant.device != "device" for variant in found):
-        return min(phase_bytes, glue_bytes)
+        return min(phase_bytes, pipeline_code_bytes)
     return phase_bytes + max((variant.scratch_bytes for variant in found), default=0)
 
 
-def helper_bytes(
-    phase_bytes: int, pairs: Iterable[tuple[Use, ComponentNumbers]], helper: int
+def secondary_bytes(
+    phase_bytes: int, pairs: Iterable[tuple[Use, ComponentNumbers]], secondary: int
 ) -> int:
-    """Bytes beyond weights on ``helper`` in a slot of a phase that runs ``pairs``, components with
-    their variants chosen: 0 if none of them computes there, else the activation as traced,
+    """Bytes beyond weights on ``secondary`` in a slot of a phase that runs ``pairs``, components
+    with their variants chosen: 0 if none of them computes there, else the activation as traced,
     ``phase_bytes``, and the most that scratch and what crosses take."""
     own = [
         of.variants[0].scratch_bytes + to
         for use, of in pairs
         for n, to in arguments_bytes(use, of).items()
-        if n == helper
+        if n == secondary
     ]
     return phase_bytes + max(own) if own else 0
 
@@ -223,14 +225,14 @@ def _with_variants(
             use_with(use, problem.component(use.component), chosen[use.component])
             for use in phase.uses
         ),
-        first_bytes=activation_bytes(phase.first_bytes, variants, phase.glue_bytes),
-        steady_bytes=activation_bytes(phase.steady_bytes, variants, phase.glue_bytes),
-        helper_bytes=tuple(
+        first_bytes=activation_bytes(phase.first_bytes, variants, phase.pipeline_code_bytes),
+        steady_bytes=activation_bytes(phase.steady_bytes, variants, phase.pipeline_code_bytes),
+        secondary_bytes=tuple(
             (
-                helper_bytes(phase.first_bytes, pairs, number),
-                helper_bytes(phase.steady_bytes, pairs, number),
+                secondary_bytes(phase.first_bytes, pairs, number),
+                secondary_bytes(phase.steady_bytes, pairs, number),
             )
-            for number in range(1, len(problem.helpers) + 1)
+            for number in range(1, len(problem.secondaries) + 1)
         ),
         trace=phase.trace.with_scratch(
             {name: variant.scratch_bytes for name, variant in chosen.items()}

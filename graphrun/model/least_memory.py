@@ -2,11 +2,12 @@
 no solver.
 
 Blocks that a slot uses and that cannot be streamed must be resident. All others pass through a ring
-with room for the largest of them; to keep that block resident would take as much. A load slot never
-needs more than the first slot.
+buffer with room for the largest of them; to keep that block resident would take as much. A load
+slot never needs more than the first slot.
 
-    first    | resident: not streamable | ring | first activation  | values + live-in | steady   |
-    resident: not streamable | ring | steady activation | values + live-in |  <= effective budget
+    first    | resident: not streamable | ring buffer | first activation  | values + inputs | steady
+    | resident: not streamable | ring buffer | steady activation | values + inputs |  <= effective
+    budget
 """
 
 from __future__ import annotations
@@ -28,22 +29,24 @@ class PhaseMinimum:
     """Least device bytes of a phase, in whichever slot (``part``: first or steady) needs more.
 
     ``weights_bytes``: blocks that must be resident because they cannot be streamed.
-    ``values_bytes`` includes the phase's live-in bytes. ``available_bytes``: the effective budget.
+    ``values_bytes`` includes the phase's inputs bytes. ``available_bytes``: the effective budget.
     """
 
     stage: str
     phase: str
     part: str
     weights_bytes: int
-    ring_bytes: int
+    ring_buffer_bytes: int
     activation_bytes: int
     values_bytes: int
     available_bytes: int
 
     @property
     def total_bytes(self) -> int:
-        """Weights, ring, activation and values."""
-        return self.weights_bytes + self.ring_bytes + self.activation_bytes + self.values_bytes
+        """Weights, ring buffer, activation and values."""
+        return (
+            self.weights_bytes + self.ring_buffer_bytes + self.activation_bytes + self.values_bytes
+        )
 
     @property
     def short_bytes(self) -> int:
@@ -86,8 +89,8 @@ def least_memory(problem: Problem) -> tuple[PhaseMinimum, ...]:
     spilled."""
     found, held = [], dict[str, set[int]]()
     for index, phase in enumerate(problem.phases):
-        values = problem.value_bytes(index) + phase.live_in_bytes
-        weights, rings = 0, {"first": 0, "steady": 0}
+        values = problem.value_bytes(index) + phase.input_bytes
+        weights, ring_buffers = 0, {"first": 0, "steady": 0}
         fixed = {"first": 0, "steady": 0}
         for component in problem.components:
             use = next((use for use in phase.uses if use.component == component.name), None)
@@ -102,10 +105,15 @@ def least_memory(problem: Problem) -> tuple[PhaseMinimum, ...]:
             if use is None:
                 continue
             for part in PARTS:
-                resident, ring = _resident_and_ring(problem, component, use, phase, part)
-                fixed[part], rings[part] = fixed[part] + resident, rings[part] + ring
+                resident, ring_buffer = _resident_and_ring_buffer(
+                    problem, component, use, phase, part
+                )
+                fixed[part], ring_buffers[part] = (
+                    fixed[part] + resident,
+                    ring_buffers[part] + ring_buffer,
+                )
         both = [
-            _minimum(problem, phase, part, weights + fixed[part], rings[part], values)
+            _minimum(problem, phase, part, weights + fixed[part], ring_buffers[part], values)
             for part in ("first", "steady")
         ]
         found.append(
@@ -117,20 +125,22 @@ def least_memory(problem: Problem) -> tuple[PhaseMinimum, ...]:
 def least_weights(
     problem: Problem, component: ComponentNumbers, phase: PhaseNumbers, use: Use, number: int
 ) -> int:
-    """Least bytes of weights, ring and activation that ``phase`` needs for ``use`` of ``component``
-    in variant ``number``."""
+    """Least bytes of weights, ring buffer and activation that ``phase`` needs for ``use`` of
+    ``component`` in variant ``number``."""
     if component.variants[number].device != "device":
         return 0
     found = []
     for part in PARTS:
-        resident, ring = _resident_and_ring(problem, component, use, phase, part, number)
+        resident, ring_buffer = _resident_and_ring_buffer(
+            problem, component, use, phase, part, number
+        )
         found.append(
-            resident + ring + (phase.first_bytes if part == "first" else phase.steady_bytes)
+            resident + ring_buffer + (phase.first_bytes if part == "first" else phase.steady_bytes)
         )
     return max(found)
 
 
-def _resident_and_ring(
+def _resident_and_ring_buffer(
     problem: Problem,
     component: ComponentNumbers,
     use: Use,
@@ -139,7 +149,7 @@ def _resident_and_ring(
     number: int = 0,
 ) -> tuple[int, int]:
     """Bytes of ``component`` that must be resident for ``use`` in ``part``, and bytes of the ring
-    for the streamed blocks."""
+    buffer for the streamed blocks."""
     sizes, unstreamed = (
         component.variants[number].block_bytes,
         problem.demanded(component.name) & {"keep", "whole"},
@@ -148,25 +158,34 @@ def _resident_and_ring(
         k for k, yes in enumerate(streamable_groups(component, number)) if yes and not unstreamed
     }
     used = {k for k, calls in enumerate(use.group_calls_in(part)) if calls}
-    ring = max((sizes[k] for k in used & streamed), default=0)
-    return _group_bytes(component, used - streamed, number), round_up(ring, ALLOCATION_BYTES)
+    ring_buffer = max((sizes[k] for k in used & streamed), default=0)
+    return _group_bytes(component, used - streamed, number), round_up(ring_buffer, ALLOCATION_BYTES)
 
 
 def _minimum(
-    problem: Problem, phase: PhaseNumbers, part: Part, weights: int, ring: int, values: int
+    problem: Problem, phase: PhaseNumbers, part: Part, weights: int, ring_buffer: int, values: int
 ) -> PhaseMinimum:
     variants = [problem.component(use.component).variants[0] for use in phase.uses]
     activation = activation_bytes(
-        phase.first_bytes if part == "first" else phase.steady_bytes, variants, phase.glue_bytes
+        phase.first_bytes if part == "first" else phase.steady_bytes,
+        variants,
+        phase.pipeline_code_bytes,
     )
     return PhaseMinimum(
-        phase.stage, phase.name, part, weights, ring, activation, values, problem.effective_bytes
+        phase.stage,
+        phase.name,
+        part,
+        weights,
+        ring_buffer,
+        activation,
+        values,
+        problem.effective_bytes,
     )
 
 
 def _group_bytes(component: ComponentNumbers, groups: Iterable[int], number: int = 0) -> int:
-    """Device bytes of all blocks of ``groups``, without those on helpers, each block rounded up to
-    an allocation."""
+    """Device bytes of all blocks of ``groups``, without those on secondary devices, each block
+    rounded up to an allocation."""
     sizes = component.variants[number].block_bytes
-    here = (k for k in groups if not component.groups[k].helper)
+    here = (k for k in groups if not component.groups[k].secondary)
     return sum(len(component.groups[k].blocks) * round_up(sizes[k], ALLOCATION_BYTES) for k in here)

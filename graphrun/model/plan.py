@@ -6,14 +6,14 @@ is for `check` to say.
 finds vae all                                on the device when the first slot begins, where that is
 anything leaves vae all                               likewise, when a run of a session ends variant
 transformer nf4 pinned device        chosen variant of a component that has several variant vae
-bfloat16 pinned device1          likewise; it computes on the first helper split transformer device1
-double[12-18]      blocks in a row that compute on the first helper, as the groups ``double@1``;
-both are
-                                             numbered anew from 0
+bfloat16 pinned device1          likewise; it computes on the first secondary device split
+transformer device1 double[12-18]      blocks in a row that compute on the first secondary device,
+as the groups ``double@1``; both are
+                                             numbered again from 0
 option decode tiling                         chosen option of a stage, if any
 order encode denoise decode                  order of the stages, if not the problem's
 slot denoise/0:transformer steady x27
-  stream transformer keep double[0,8,16] single[0,12,24,36] ring 680 MiB
+  stream transformer keep double[0,8,16] single[0,12,24,36] ring buffer 680 MiB
   load vae all from pinned
   run
 """
@@ -39,7 +39,7 @@ Part = Literal["load", "first", "steady", "end"]
 # block group, in group order.
 Blocks = tuple[tuple[str, tuple[int, ...]], ...] | None
 
-# A component, the number of a helper, and its blocks that compute there.
+# A component, the number of a secondary device, and its blocks that compute there.
 Split = tuple[str, int, Blocks]
 
 
@@ -68,12 +68,12 @@ class Evict:
 @dataclass(frozen=True, slots=True)
 class Stream:
     """Run the component with the blocks ``keep`` resident; every other block that the slot's calls
-    need is copied through a ring of ``ring_bytes`` in each call. ``keep`` includes the blocks that
-    the same slot loads."""
+    need is copied through a ring buffer of ``ring_buffer_bytes`` in each call. ``keep`` includes
+    the blocks that the same slot loads."""
 
     component: str
     keep: Blocks
-    ring_bytes: int
+    ring_buffer_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Plan:
     (stage, `StageOption.name`). ``order``: stages; empty if it is the problem's order. ``again``:
     slots of every run of a session after the first. ``finds``: (component, blocks) on the device
     when ``slots`` begin; ``leaves``: those when any run of a session ends, so that ``again`` begins
-    with them. ``splits``: (component, number of the helper, blocks that compute there).
+    with them. ``splits``: (component, number of the secondary device, blocks that compute there).
     """
 
     problem: str
@@ -215,9 +215,11 @@ def action_text(action: Action) -> str:
             return f"load {component} {blocks_text(blocks)} from {backing_store}"
         case Evict(component, blocks):
             return f"evict {component} {blocks_text(blocks)}"
-        case Stream(component, keep, ring_bytes):
-            unit = next(unit for unit in ("MiB", "KiB", "B") if ring_bytes % UNITS[unit] == 0)
-            return f"stream {component} keep {blocks_text(keep)} ring {ring_bytes // UNITS[unit]} {unit}"
+        case Stream(component, keep, ring_buffer_bytes):
+            unit = next(
+                unit for unit in ("MiB", "KiB", "B") if ring_buffer_bytes % UNITS[unit] == 0
+            )
+            return f"stream {component} keep {blocks_text(keep)} ring buffer {ring_buffer_bytes // UNITS[unit]} {unit}"
         case Run():
             return "run"
         case Spill(name) | Restore(name) | Read(name) | Drop(name):
@@ -238,8 +240,8 @@ def plan_text(plan: Plan) -> str:
     lines += [f"leaves {component} {blocks_text(blocks)}" for component, blocks in plan.leaves]
     lines += [f"variant {component} {name}" for component, name in plan.variants]
     lines += [
-        f"split {component} device{helper} {blocks_text(blocks)}"
-        for component, helper, blocks in plan.splits
+        f"split {component} device{secondary} {blocks_text(blocks)}"
+        for component, secondary, blocks in plan.splits
     ]
     lines += [f"option {stage} {name}" for stage, name in plan.options]
     lines += [f"order {' '.join(plan.order)}"] if plan.order else []
@@ -372,8 +374,8 @@ ACTION_LINES: Mapping[str, tuple[type[Action], str, str]] = {
     "evict": (Evict, r"evict (\S+) (.+)", "evict COMPONENT BLOCKS"),
     "stream": (
         Stream,
-        r"stream (\S+) keep (.+) ring ([0-9]{1,20}) (GiB|MiB|KiB|B)",
-        "stream COMPONENT keep BLOCKS ring SIZE GiB|MiB|KiB|B",
+        r"stream (\S+) keep (.+) ring buffer ([0-9]{1,20}) (GiB|MiB|KiB|B)",
+        "stream COMPONENT keep BLOCKS ring buffer SIZE GiB|MiB|KiB|B",
     ),
     "run": (Run, r"run", "run"),
     "spill": (Spill, r"spill (\S+)", "spill VALUE"),

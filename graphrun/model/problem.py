@@ -10,9 +10,9 @@ A problem is complete: its JSON form is enough to reproduce a plan, for example 
 
     bytes on the device while a phase runs
     |                   .-- activation --.
-    |  values + live-in    ___    ___
+    |  values + inputs    ___    ___
     |  __________________|   |__|   |_____
-    |  weights: resident + loaded + ring
+    |  weights: resident + loaded + ring buffer
     +-------------------------------------------> slots: load | first | steady
 """
 
@@ -42,7 +42,14 @@ PRIOR_ERROR = 0.25
 
 # Fields that the JSON form leaves out where they are empty: those of further devices, and what few
 # calibrations measure.
-_OPTIONAL = ("helpers", "crossing", "helper_bytes", "live_tensors", "helper", "compiled_gain")
+_OPTIONAL = (
+    "secondaries",
+    "transfer",
+    "secondary_bytes",
+    "live_tensors",
+    "secondary",
+    "compiled_gain",
+)
 
 
 def _fields_of(record: Any) -> dict[str, Any]:
@@ -131,14 +138,14 @@ class BlockGroup:
     ``blocks``: module paths in the order of their first calls. A tensor belongs to the block with
     the longest path that is a prefix of the tensor's name; the path ``""`` holds all remaining
     tensors. A group that is not streamable has one block, which is either resident or absent.
-    ``helper``: number of the helper that the blocks of a split component compute on
+    ``secondary``: number of the secondary device that the blocks of a split component compute on
     (`graphrun.model.splits`).
     """
 
     name: str
     blocks: tuple[str, ...]
     streamable: bool
-    helper: int = 0
+    secondary: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,13 +164,13 @@ class Variant:
                     page-locked                   load_seconds to copy                from the start
 
     A variant that computes on the CPU is never copied to the device; its backing store is read
-    before the component is called. One that computes on a helper is copied there, is never
-    streamed, and its seconds and rates are those of the helper.
+    before the component is called. One that computes on a secondary device is copied there, is
+    never streamed, and its seconds and rates are those of the secondary device.
     """
 
     precision: str
     backing_store: BackingStore
-    device: str  # where it computes: "device", "cpu", or a helper: "device1", "device2"
+    device: str  # where it computes: "device", "cpu", or a secondary device: "device1", "device2"
     block_bytes: tuple[int, ...]  # of one block on the device
     load_seconds: tuple[float, ...]  # to copy one block to the device
     host_bytes: int
@@ -189,8 +196,9 @@ class Variant:
         return f"{self.precision} {self.backing_store} {self.device}"
 
     @property
-    def helper(self) -> int:
-        """Number of the helper that it computes on, from 1; 0: the device itself, or the CPU."""
+    def secondary(self) -> int:
+        """Number of the secondary device that it computes on, from 1; 0: the device itself, or the
+        CPU."""
         number = self.device.removeprefix("device")
         return int(number) if number.isdecimal() else 0
 
@@ -224,10 +232,10 @@ class ComponentNumbers:
             for k, b in zip(self.groups, self.variants[variant].block_bytes, strict=True)
         )
 
-    def held_as(self, variant: str, *, anywhere: bool = False) -> ComponentNumbers:
+    def stored_as(self, variant: str, *, anywhere: bool = False) -> ComponentNumbers:
         """The component, and its `layers`, with only the variant of this name, which no longer
-        requires a permission. ``anywhere``: if that computes on the device or a helper, also those
-        that differ from it in which of these they compute on."""
+        requires a permission. ``anywhere``: if that computes on the device or a secondary device,
+        also those that differ from it in which of these they compute on."""
         names, weights = {variant}, variant.rpartition(" ")[0]
         if anywhere and not variant.endswith(" cpu"):
             names |= {
@@ -236,7 +244,7 @@ class ComponentNumbers:
                 if of.device != "cpu" and of.name.rpartition(" ")[0] == weights
             }
         kept = tuple(replace(of, needs="") for of in self.variants if of.name in names)
-        layers = self.layers and self.layers.held_as(variant, anywhere=anywhere)
+        layers = self.layers and self.layers.stored_as(variant, anywhere=anywhere)
         return replace(self, variants=kept, layers=layers if layers and layers.streamable else None)
 
     @property
@@ -274,11 +282,11 @@ class Use:
     its passes together. ``order``: compute of one call in order, as (group, block within it,
     seconds), with the remainder's compute before, between and after the blocks; empty: group by
     group, block by block. ``passes[k]``: how often a block of group k runs in one call; empty:
-    once. ``layers``: the same use with the component split into layers. ``crossing``: bytes of the
-    tensors that one call gets and of those that it returns, which cross to a helper and back where
-    it computes there; only in problems with helpers. ``live_tensors``: those that pass between the
-    blocks of a call, and between them and other code; empty where blocks may not compute on several
-    devices, and without helpers.
+    once. ``layers``: the same use with the component split into layers. ``transfer``: bytes of the
+    tensors that one call gets and of those that it returns, which cross to a secondary device and
+    back where it computes there; only in problems with secondary devices. ``live_tensors``: those
+    that pass between the blocks of a call, and between them and other code; empty where blocks may
+    not compute on several devices, and without secondary devices.
     """
 
     component: str
@@ -288,7 +296,7 @@ class Use:
     order: tuple[tuple[int, int, float], ...] = ()
     passes: tuple[int, ...] = ()
     layers: Use | None = None
-    crossing: tuple[int, ...] = ()
+    transfer: tuple[int, ...] = ()
     live_tensors: tuple[LiveTensor, ...] = ()
 
     def passes_of(self, number: int) -> int:
@@ -316,24 +324,25 @@ class PhaseNumbers:
     """A part of a stage in which the same components are called, from its first call to the first
     call of the next phase.
 
-    ``live_in_bytes``: device bytes live at its entry beyond weights and `values`: the op's inputs
-    and locals. They count in the load slot too. ``first_bytes``, ``steady_bytes``: peak bytes
-    beyond weights, values and live-in bytes, up to the end of every component's first call, and
-    after it. ``glue_bytes``: that peak if all components compute on the CPU: tensors made by the
-    op's own code, and what the calls return. ``helper_bytes``: per helper, bytes of activation and
-    of what crossed to it, in the first and in the steady slot; `apply_choices` sets it.
+    ``input_bytes``: device bytes live at its entry beyond weights and `values`: the op's inputs and
+    locals. They count in the load slot too. ``first_bytes``, ``steady_bytes``: peak bytes beyond
+    weights, values and inputs bytes, up to the end of every component's first call, and after it.
+    ``pipeline_code_bytes``: that peak if all components compute on the CPU: tensors made by the
+    op's own code, and what the calls return. ``secondary_bytes``: per secondary device, bytes of
+    activation and of what crossed to it, in the first and in the steady slot; `apply_choices` sets
+    it.
     """
 
     stage: str
     index: int
     uses: tuple[Use, ...]
-    live_in_bytes: int
+    input_bytes: int
     first_bytes: int
     steady_bytes: int
     basis: Basis = "traced"
-    glue_bytes: int = 0
+    pipeline_code_bytes: int = 0
     trace: PhaseTrace = PhaseTrace()
-    helper_bytes: tuple[tuple[int, int], ...] = ()
+    secondary_bytes: tuple[tuple[int, int], ...] = ()
 
     @property
     def name(self) -> str:
@@ -406,7 +415,7 @@ class StageOption:
 
 
 @dataclass(frozen=True, slots=True)
-class Helper:
+class Secondary:
     """A further device of the machine, on which components, or blocks of one, may compute. Nothing
     is streamed to it."""
 
@@ -434,7 +443,7 @@ class Problem:
     `apply_choices` returns the problem with a plan's choices in their place. ``directives``:
     sorted, as `directed` returns them. ``runs`` above 1 makes the problem a session: a first run,
     and ``runs - 1`` runs that start with the device and host state that the previous run left.
-    ``helpers``: further devices, numbered from 1 in `Variant.device`.
+    ``secondaries``: further devices, numbered from 1 in `Variant.device`.
     """
 
     graph: str
@@ -463,7 +472,7 @@ class Problem:
         str, ...
     ] = ()  # permissions granted, of those in Variant.needs and StageOption.needs
     commits: tuple[tuple[str, str], ...] = ()  # (repository, commit) of the weights, where known
-    helpers: tuple[Helper, ...] = ()
+    secondaries: tuple[Secondary, ...] = ()
 
     @property
     def overhead_bytes(self) -> int:
@@ -471,11 +480,12 @@ class Problem:
         return self.hardware.context_bytes + self.hardware.workspace_bytes + self.reserve_bytes
 
     def vram_option(self, nbytes: int) -> str:
-        """``--vram`` with ``nbytes`` for the device, and the budgets of the helpers as they are."""
-        if not self.helpers:
+        """``--vram`` with ``nbytes`` for the device, and the budgets of the secondary devices as
+        they are."""
+        if not self.secondaries:
             return str(nbytes)
         return ",".join(
-            f"{of}B" for of in (nbytes, *(helper.budget_bytes for helper in self.helpers))
+            f"{of}B" for of in (nbytes, *(secondary.budget_bytes for secondary in self.secondaries))
         )
 
     @property
@@ -490,16 +500,16 @@ class Problem:
         trace."""
         return self.hardware.caching_allocator and all(phase.trace.first for phase in self.phases)
 
-    def crossing_seconds(self, helper: int, crossing: Sequence[int]) -> tuple[float, float]:
-        """Seconds in which the two numbers of bytes ``crossing`` get to a helper and back
-        (`Use.crossing`).
+    def transfer_seconds(self, secondary: int, transfer: Sequence[int]) -> tuple[float, float]:
+        """Seconds in which the two numbers of bytes ``transfer`` get to a secondary device and back
+        (`Use.transfer`).
 
         A copy between two cards without direct access to each other passes through the host, a part
         at a time, at the rate of the slower one (CUDA driver API, ``cuMemcpyPeer``)."""
-        if not crossing:
+        if not transfer:
             return 0.0, 0.0
-        one, other = self.hardware, self.helpers[helper - 1].hardware
-        ways = zip(crossing, ((one, other), (other, one)), strict=True)
+        one, other = self.hardware, self.secondaries[secondary - 1].hardware
+        ways = zip(transfer, ((one, other), (other, one)), strict=True)
         found = [
             a.copy_start_seconds + n / min(a.d2h_bytes_per_second, b.h2d_bytes_per_second)
             if n
@@ -509,11 +519,11 @@ class Problem:
         return found[0], found[1]
 
     def tensors_cross_seconds(
-        self, helper: int, to: Sequence[int], back: Sequence[int]
+        self, secondary: int, to: Sequence[int], back: Sequence[int]
     ) -> tuple[float, float]:
-        """As `crossing_seconds`, for tensors of so many bytes each, one copy for each."""
-        there = sum(self.crossing_seconds(helper, (nbytes, 0))[0] for nbytes in to)
-        return there, sum(self.crossing_seconds(helper, (0, nbytes))[1] for nbytes in back)
+        """As `transfer_seconds`, for tensors of so many bytes each, one copy for each."""
+        there = sum(self.transfer_seconds(secondary, (nbytes, 0))[0] for nbytes in to)
+        return there, sum(self.transfer_seconds(secondary, (0, nbytes))[1] for nbytes in back)
 
     def component(self, name: str) -> ComponentNumbers:
         """The component called ``name``; KeyError if there is none."""

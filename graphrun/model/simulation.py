@@ -14,8 +14,8 @@ from graphrun.trace import Event
 class Moment:
     """State after action number ``action`` of slot ``slot``.
 
-    ``device_bytes``: weights, rings, values and live-in bytes; after ``run`` the activation too. A
-    load lasts from the start of its first block's copy to the end of its last one's, a read
+    ``device_bytes``: weights, ring buffers, values and inputs bytes; after ``run`` the activation
+    too. A load lasts from the start of its first block's copy to the end of its last one's, a read
     likewise. Slots of a session's further run are numbered after the first run's.
     """
 
@@ -31,21 +31,21 @@ class SlotReport:
     """Bytes and seconds of one slot.
 
     ``peak_bytes``: sum of ``resident_bytes`` (blocks resident at its start or loaded in it, each
-    rounded up to an allocation), ``ring_bytes``, ``activation_bytes``, ``values_bytes`` (values
-    between stages, and live-in bytes) and ``pages_bytes`` (what the allocator reserves beyond
-    that). ``streamed_bytes``: copied through rings. ``loaded_bytes``: copied by load actions.
-    ``restored_bytes``: of restored values. ``compute_seconds``: on the device or the CPU.
+    rounded up to an allocation), ``ring_buffer_bytes``, ``activation_bytes``, ``values_bytes``
+    (values between stages, and inputs bytes) and ``pages_bytes`` (what the allocator reserves
+    beyond that). ``streamed_bytes``: copied through ring buffers. ``loaded_bytes``: copied by load
+    actions. ``restored_bytes``: of restored values. ``compute_seconds``: on the device or the CPU.
     ``host_bytes``: peak in RAM, ``pinned_bytes`` of it page-locked. ``disk_bytes_read``: weights
-    read into backing stores, and fetched for copies. ``helper_peaks``: the highest bytes on each
-    helper, whose loads count in ``loaded_bytes`` too; ``helper_pages``: what its allocator reserves
-    beyond tensors.
+    read into backing stores, and fetched for copies. ``secondary_peaks``: the highest bytes on each
+    secondary device, whose loads count in ``loaded_bytes`` too; ``secondary_pages``: what its
+    allocator reserves beyond tensors.
     """
 
     phase: str
     part: str
     peak_bytes: int
     resident_bytes: int
-    ring_bytes: int
+    ring_buffer_bytes: int
     activation_bytes: int
     values_bytes: int
     streamed_bytes: int
@@ -57,8 +57,8 @@ class SlotReport:
     pinned_bytes: int = 0
     disk_bytes_read: int = 0
     pages_bytes: int = 0
-    helper_peaks: tuple[int, ...] = ()
-    helper_pages: tuple[int, ...] = ()
+    secondary_peaks: tuple[int, ...] = ()
+    secondary_pages: tuple[int, ...] = ()
 
     @property
     def working_bytes(self) -> int:
@@ -79,7 +79,7 @@ class StageReport:
     stage: str
     peak_bytes: int
     resident_bytes: int
-    ring_bytes: int
+    ring_buffer_bytes: int
     activation_bytes: int
     values_bytes: int
     streamed_bytes: int
@@ -151,21 +151,21 @@ class Simulation:
         """Bytes copied to the device in all runs."""
         return self.moved_bytes + (self.problem.runs - 1) * self.again_moved_bytes
 
-    def in_pages(self, reserved_bytes: Sequence[int], *on_helpers: Sequence[int]) -> Simulation:
+    def in_pages(self, reserved_bytes: Sequence[int], *on_secondaries: Sequence[int]) -> Simulation:
         """The same with every slot's peak as an allocator reserves it (`verify.pages`), in the
-        order of slots; those of helpers likewise."""
+        order of slots; those of secondary devices likewise."""
         slots = [
             replace(
                 slot,
                 peak_bytes=max(nbytes, slot.peak_bytes),
                 pages_bytes=max(0, nbytes - slot.peak_bytes),
-                helper_peaks=tuple(map(max, slot.helper_peaks, there)),
-                helper_pages=tuple(
-                    max(0, of - peak) for of, peak in zip(there, slot.helper_peaks, strict=True)
+                secondary_peaks=tuple(map(max, slot.secondary_peaks, there)),
+                secondary_pages=tuple(
+                    max(0, of - peak) for of, peak in zip(there, slot.secondary_peaks, strict=True)
                 ),
             )
             for slot, nbytes, *there in zip(
-                (*self.slots, *self.again), reserved_bytes, *on_helpers, strict=True
+                (*self.slots, *self.again), reserved_bytes, *on_secondaries, strict=True
             )
         ]
         return replace(
@@ -188,7 +188,7 @@ class Simulation:
 PEAKS = (
     "peak_bytes",
     "resident_bytes",
-    "ring_bytes",
+    "ring_buffer_bytes",
     "activation_bytes",
     "values_bytes",
     "host_bytes",

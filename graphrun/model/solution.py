@@ -85,16 +85,16 @@ class Solution:
 
     def short_of_pages(self) -> dict[tuple[str, str], int]:
         """Of the slots that exceed the budget, by phase and part: bytes that the allocator reserves
-        beyond those of tensors. Of the helpers likewise, the most of all slots, by ``deviceN`` and
-        no part."""
+        beyond those of tensors. Of the secondary devices likewise, the most of all slots, by
+        ``deviceN`` and no part."""
         found: dict[tuple[str, str], int] = {}
         for slot in (*self.simulation.slots, *self.simulation.again):
             if slot.peak_bytes > self.problem.effective_bytes:
                 found[slot.phase, slot.part] = max(
                     slot.pages_bytes, found.get((slot.phase, slot.part), 0)
                 )
-            for number, helper in enumerate(self.problem.helpers, 1):
-                if slot.helper_peaks[number - 1] > helper.effective_bytes:
-                    pages = slot.helper_pages[number - 1]
+            for number, secondary in enumerate(self.problem.secondaries, 1):
+                if slot.secondary_peaks[number - 1] > secondary.effective_bytes:
+                    pages = slot.secondary_pages[number - 1]
                     found[f"device{number}", ""] = max(pages, found.get((f"device{number}", ""), 0))
         return found

@@ -1,17 +1,17 @@
-"""One component over several devices: an interval of its blocks computes on each of some helpers,
-the others on the device. Pure.
+"""One component over several devices: an interval of its blocks computes on each of some secondary
+devices, the others on the device. Pure.
 
     call       | remainder |  block 0  |  block 1  |  block 2  | remainder |  block 3  | remainder |
     device     |###########|###########|           |           |###########|###########|###########|
     device1                > crosses   |###########|###########| crosses >
 
-The blocks of an interval form groups of their own, ``NAME@1`` on the first helper. They are not
-streamed. Which components can be split, and how many blocks of each segment go where, is for the
-solver to decide; where in a segment these are is fixed here.
+The blocks of an interval form groups of their own, ``NAME@1`` on the first secondary device. They
+are not streamed. Which components can be split, and how many blocks of each segment go where, is
+for the solver to decide; where in a segment these are is fixed here.
 
-What crosses follows from `Use.live_tensors`: a tensor that blocks on a helper get crosses to it
-once a call, unless a block there made it; one that a block there makes crosses back where anything
-else may read it.
+What crosses follows from `Use.live_tensors`: a tensor that blocks on a secondary device get crosses
+to it once a call, unless a block there made it; one that a block there makes crosses back where
+anything else may read it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from graphrun.model.problem import (
 from graphrun.units import round_up
 
 
-def helpers_for(problem: Problem, component: ComponentNumbers) -> tuple[int, ...]:
-    """Numbers of the helpers over which ``component`` may be split: of the largest component whose
-    blocks all run in every call (`Use.live_tensors`), where no directive demands that they leave
-    the device."""
+def secondaries_for(problem: Problem, component: ComponentNumbers) -> tuple[int, ...]:
+    """Numbers of the secondary devices over which ``component`` may be split: of the largest
+    component whose blocks all run in every call (`Use.live_tensors`), where no directive demands
+    that they leave the device."""
     uses = _uses(problem)
     able = [
         of
@@ -50,21 +50,21 @@ def helpers_for(problem: Problem, component: ComponentNumbers) -> tuple[int, ...
         return ()
     if problem.demanded(component.name) & {"exclude", "drop"}:
         return ()
-    if any(group.helper for of in problem.components for group in of.groups):
+    if any(group.secondary for of in problem.components for group in of.groups):
         return ()
-    numbers = range(1, len(problem.helpers) + 1)
+    numbers = range(1, len(problem.secondaries) + 1)
     return tuple(
         n for n in numbers if any(twin(component, variant, n) for variant in component.variants)
     )
 
 
-def twin(component: ComponentNumbers, variant: Variant, helper: int) -> Variant | None:
-    """The variant of ``component`` that is ``variant`` on ``helper``; None where it may not be
+def twin(component: ComponentNumbers, variant: Variant, secondary: int) -> Variant | None:
+    """The variant of ``component`` that is ``variant`` on ``secondary``; None where it may not be
     split. One that is copied from disk each time may not, since its bounce buffer serves one
     device."""
     if variant.device != "device" or variant.backing_store == "disk":
         return None
-    name = f"{variant.precision} {variant.backing_store} device{helper}"
+    name = f"{variant.precision} {variant.backing_store} device{secondary}"
     return next((of for of in component.variants if of.name == name), None)
 
 
@@ -73,9 +73,9 @@ def _uses(problem: Problem) -> list[Use]:
     return [use for phase in phases for use in phase.uses]
 
 
-def slowdown_of(component: ComponentNumbers, helper: int) -> float:
-    """Factor on the compute seconds of a block that computes on ``helper``."""
-    pairs = ((variant, twin(component, variant, helper)) for variant in component.variants)
+def slowdown_of(component: ComponentNumbers, secondary: int) -> float:
+    """Factor on the compute seconds of a block that computes on ``secondary``."""
+    pairs = ((variant, twin(component, variant, secondary)) for variant in component.variants)
     return next(there.slowdown / here.slowdown for here, there in pairs if there is not None)
 
 
@@ -139,55 +139,60 @@ def in_a_row(
     segments: Sequence[Segment],
     counts: Mapping[int, Mapping[int, int]],
 ) -> dict[int, Blocks]:
-    """By helper, the blocks of its interval, of which ``counts[helper]`` has the number of each of
-    ``segments``. They are the first ones of a segment if the interval began before it, else the
-    last ones: those of the interval that goes on in the next one at the end, before them intervals
-    within the segment, by helper."""
+    """By secondary device, the blocks of its interval, of which ``counts[secondary]`` has the
+    number of each of ``segments``. They are the first ones of a segment if the interval began
+    before it, else the last ones: those of the interval that goes on in the next one at the end,
+    before them intervals within the segment, by secondary device."""
     touched = {
-        helper: sorted(k for k, count in own.items() if count) for helper, own in counts.items()
+        secondary: sorted(k for k, count in own.items() if count)
+        for secondary, own in counts.items()
     }
-    found = {helper: dict[str, tuple[int, ...]]() for helper in touched if touched[helper]}
+    found = {secondary: dict[str, tuple[int, ...]]() for secondary in touched if touched[secondary]}
     for k, segment in enumerate(segments):
         stop, name = segment.stop, component.groups[segment.group].name
-        last = [helper for helper, own in touched.items() if own and own[0] == k]
+        last = [secondary for secondary, own in touched.items() if own and own[0] == k]
         taken = {}
-        for helper in sorted(last, key=lambda helper: (touched[helper][-1] == k, -helper)):
-            taken[helper] = range(stop - counts[helper][k], stop)
-            stop -= counts[helper][k]
-        for helper, own in touched.items():
+        for secondary in sorted(
+            last, key=lambda secondary: (touched[secondary][-1] == k, -secondary)
+        ):
+            taken[secondary] = range(stop - counts[secondary][k], stop)
+            stop -= counts[secondary][k]
+        for secondary, own in touched.items():
             if k in own:
-                more = taken.get(helper, range(segment.start, segment.start + counts[helper][k]))
-                found[helper][name] = (*found[helper].get(name, ()), *more)
-    return {helper: tuple(own.items()) for helper, own in sorted(found.items())}
+                more = taken.get(
+                    secondary, range(segment.start, segment.start + counts[secondary][k])
+                )
+                found[secondary][name] = (*found[secondary].get(name, ()), *more)
+    return {secondary: tuple(own.items()) for secondary, own in sorted(found.items())}
 
 
-class Crossing(NamedTuple):
-    """Tensors that cross to ``helper`` before a block there computes, and back after it; bytes of
-    each. ``stay``: of those that the block makes, numbers of the ones that only blocks there
+class Transfer(NamedTuple):
+    """Tensors that cross to ``secondary`` before a block there computes, and back after it; bytes
+    of each. ``stay``: of those that the block makes, numbers of the ones that only blocks there
     get."""
 
-    helper: int
+    secondary: int
     to: tuple[int, ...]
     back: tuple[int, ...]
     stay: frozenset[int]
 
 
-def crossings(use: Use, component: ComponentNumbers) -> dict[tuple[int, int], Crossing]:
+def transfers(use: Use, component: ComponentNumbers) -> dict[tuple[int, int], Transfer]:
     """What crosses in one call of ``component``, which has its variant chosen, at each block on a
-    helper, by (group, block)."""
-    helper_of = [group.helper for group in component.groups]
-    if component.variants[0].helper or not any(helper_of) or not use.live_tensors:
+    secondary device, by (group, block)."""
+    secondary_of = [group.secondary for group in component.groups]
+    if component.variants[0].secondary or not any(secondary_of) or not use.live_tensors:
         return {}
     order = _blocks_in_order(use, component)
-    on = {0: 0} | {n: helper_of[k] for n, (k, _) in enumerate(order, 1)}
+    on = {0: 0} | {n: secondary_of[k] for n, (k, _) in enumerate(order, 1)}
     to, back, stay = (defaultdict[int, list[int]](list) for _ in range(3))
     makes = Counter[int]()
     for row in use.live_tensors:
-        first = dict[int, int]()  # by helper, the first block there that gets it
+        first = dict[int, int]()  # by secondary device, the first block there that gets it
         for n in row.users:
             first.setdefault(on[n], n)
-        for helper, n in first.items():
-            if helper not in (0, on[row.maker]):
+        for secondary, n in first.items():
+            if secondary not in (0, on[row.maker]):
                 to[n].append(row.nbytes)
         if row.maker:
             if first.keys() == {on[row.maker]}:
@@ -196,7 +201,7 @@ def crossings(use: Use, component: ComponentNumbers) -> dict[tuple[int, int], Cr
                 back[row.maker].append(row.nbytes)
             makes[row.maker] += 1
     return {
-        at: Crossing(on[n], tuple(to[n]), tuple(back[n]), frozenset(stay[n]))
+        at: Transfer(on[n], tuple(to[n]), tuple(back[n]), frozenset(stay[n]))
         for n, at in enumerate(order, 1)
         if on[n]
     }
@@ -208,27 +213,28 @@ def _blocks_in_order(use: Use, component: ComponentNumbers) -> list[tuple[int, i
     return list(dict.fromkeys((k, i) for k, i, _ in use.order if k in blocks))
 
 
-def crossing_seconds(problem: Problem, use: Use, component: ComponentNumbers) -> dict[int, float]:
-    """By helper: seconds in which what one call of ``component``, which has its variant chosen,
-    needs crosses to it and back."""
-    if helper := component.variants[0].helper:
-        return {helper: sum(problem.crossing_seconds(helper, use.crossing))}
+def transfer_seconds(problem: Problem, use: Use, component: ComponentNumbers) -> dict[int, float]:
+    """By secondary device: seconds in which what one call of ``component``, which has its variant
+    chosen, needs crosses to it and back."""
+    if secondary := component.variants[0].secondary:
+        return {secondary: sum(problem.transfer_seconds(secondary, use.transfer))}
     found = defaultdict[int, float](float)
-    for of in crossings(use, component).values():
-        found[of.helper] += sum(problem.tensors_cross_seconds(of.helper, of.to, of.back))
+    for of in transfers(use, component).values():
+        found[of.secondary] += sum(problem.tensors_cross_seconds(of.secondary, of.to, of.back))
     return dict(found)
 
 
 def arguments_bytes(use: Use, component: ComponentNumbers) -> dict[int, int]:
-    """By helper: bytes there beyond weights and activation as traced while ``component``, which has
-    its variant chosen, computes: of what crosses to it, or the most for any of its blocks there."""
-    if helper := component.variants[0].helper:
-        return {helper: (use.crossing or (0,))[0]}
+    """By secondary device: bytes there beyond weights and activation as traced while ``component``,
+    which has its variant chosen, computes: of what crosses to it, or the most for any of its blocks
+    there."""
+    if secondary := component.variants[0].secondary:
+        return {secondary: (use.transfer or (0,))[0]}
     found = dict[int, int]()
     order = _blocks_in_order(use, component)
     for (k, _), nbytes in zip(order, block_arguments(use.live_tensors)[1:], strict=False):
-        if helper := component.groups[k].helper:
-            found[helper] = max(found.get(helper, 0), nbytes)
+        if secondary := component.groups[k].secondary:
+            found[secondary] = max(found.get(secondary, 0), nbytes)
     return found
 
 
@@ -254,13 +260,13 @@ def block_seconds(use: Use, component: ComponentNumbers) -> list[float]:
 
 
 def with_splits(problem: Problem, splits: Sequence[Split]) -> Problem:
-    """``problem`` with the blocks of ``splits`` on their helpers. Raises PlanError for a split that
-    cannot be."""
+    """``problem`` with the blocks of ``splits`` on their secondary devices. Raises PlanError for a
+    split that cannot be."""
     found: dict[str, dict[int, Blocks]] = {}
-    for name, helper, blocks in splits:
-        if helper in found.setdefault(name, {}):
-            raise PlanError(f"split: {name} is split twice over device{helper}")
-        found[name][helper] = blocks
+    for name, secondary, blocks in splits:
+        if secondary in found.setdefault(name, {}):
+            raise PlanError(f"split: {name} is split twice over device{secondary}")
+        found[name][secondary] = blocks
     for name, of in found.items():
         problem = _split(problem, name, of)
     return problem
@@ -268,10 +274,10 @@ def with_splits(problem: Problem, splits: Sequence[Split]) -> Problem:
 
 def _split(problem: Problem, name: str, splits: Mapping[int, Blocks]) -> Problem:
     component = next((of for of in problem.components if of.name == name), None)
-    helpers = helpers_for(problem, component) if component is not None else ()
-    if component is None or not set(splits) <= set(helpers):
+    secondaries = secondaries_for(problem, component) if component is not None else ()
+    if component is None or not set(splits) <= set(secondaries):
         raise PlanError(
-            f"split: {name} cannot be split over device{min(set(splits) - set(helpers))}"
+            f"split: {name} cannot be split over device{min(set(splits) - set(secondaries))}"
         )
     moved = _moved(component, splits)
     groups, sources, places = (
@@ -279,25 +285,25 @@ def _split(problem: Problem, name: str, splits: Mapping[int, Blocks]) -> Problem
         list[tuple[int, int]](),
         dict[tuple[int, int], tuple[int, int]](),
     )
-    for helper in (0, *sorted(splits)):
+    for secondary in (0, *sorted(splits)):
         for k, of in enumerate(component.groups):
-            own = [i for i in range(len(of.blocks)) if moved.get((k, i), 0) == helper]
+            own = [i for i in range(len(of.blocks)) if moved.get((k, i), 0) == secondary]
             if own:
                 places |= {(k, i): (len(groups), n) for n, i in enumerate(own)}
                 paths = tuple(of.blocks[i] for i in own)
                 groups.append(
-                    BlockGroup(f"{of.name}@{helper}", paths, False, helper)
-                    if helper
+                    BlockGroup(f"{of.name}@{secondary}", paths, False, secondary)
+                    if secondary
                     else replace(of, blocks=paths)
                 )
-                sources.append((k, helper))
+                sources.append((k, secondary))
     twins = [
-        [variant, *(twin(component, variant, helper) for helper in sorted(splits))]
+        [variant, *(twin(component, variant, secondary) for secondary in sorted(splits))]
         for variant in component.variants
     ]
     able = [[of for of in each if of is not None] for each in twins if None not in each]
-    variants = tuple(_variant({of.helper: of for of in each}, sources) for each in able)
-    slowdowns = {0: 1.0} | {helper: slowdown_of(component, helper) for helper in splits}
+    variants = tuple(_variant({of.secondary: of for of in each}, sources) for each in able)
+    slowdowns = {0: 1.0} | {secondary: slowdown_of(component, secondary) for secondary in splits}
     there = replace(component, groups=tuple(groups), variants=variants, layers=None)
 
     def used(use: Use) -> Use:
@@ -351,12 +357,12 @@ def _seconds(
         for k, of in enumerate(component.groups)
     ]
     left = sum(of for k, of in enumerate(more) if (k, 0) not in sources)
-    for k, helper in sources:
+    for k, secondary in sources:
         count = len(component.groups[k].blocks) - away[k]
-        if helper or not away[k]:
+        if secondary or not away[k]:
             yield (
-                own[k] * slowdowns[helper]
-                if helper
+                own[k] * slowdowns[secondary]
+                if secondary
                 else use.seconds[k] + left * (k == 0) / len(component.groups[k].blocks)
             )
         else:
@@ -364,12 +370,12 @@ def _seconds(
 
 
 def _moved(component: ComponentNumbers, splits: Mapping[int, Blocks]) -> dict[tuple[int, int], int]:
-    """The helper of each block that computes on one, by (group, index). Raises PlanError where
-    these are not blocks in a row."""
+    """The secondary device of each block that computes on one, by (group, index). Raises PlanError
+    where these are not blocks in a row."""
     number = {of.name: k for k, of in enumerate(component.groups) if "" not in of.blocks}
     order = [(k, i) for k in number.values() for i in range(len(component.groups[k].blocks))]
     moved: dict[tuple[int, int], int] = {}
-    for helper, blocks in splits.items():
+    for secondary, blocks in splits.items():
         chosen = sorted(
             (number[name], i) for name, indices in blocks or () if name in number for i in indices
         )
@@ -386,14 +392,14 @@ def _moved(component: ComponentNumbers, splits: Mapping[int, Blocks]) -> dict[tu
             raise PlanError(
                 f"split: {component.name} has blocks that are to compute on two devices"
             )
-        moved |= dict.fromkeys(chosen, helper)
+        moved |= dict.fromkeys(chosen, secondary)
     return moved
 
 
-def _variant(by_helper: Mapping[int, Variant], sources: Iterable[tuple[int, int]]) -> Variant:
-    """The variant ``by_helper[0]`` with the numbers of the others for the groups on their
-    helpers."""
-    here, pairs = by_helper[0], [(by_helper[helper], k) for k, helper in sources]
+def _variant(by_secondary: Mapping[int, Variant], sources: Iterable[tuple[int, int]]) -> Variant:
+    """The variant ``by_secondary[0]`` with the numbers of the others for the groups on their
+    secondary devices."""
+    here, pairs = by_secondary[0], [(by_secondary[secondary], k) for k, secondary in sources]
     each: dict[str, Any] = {
         field: tuple(getattr(of, field)[k] for of, k in pairs) if getattr(here, field) else ()
         for field in (
@@ -413,31 +419,33 @@ def splits_of(of: Problem, split: Problem) -> tuple[Split, ...]:
     found = []
     for component in split.components:
         whole = of.component(component.name).groups
-        for helper in sorted(
-            {group.helper for group in component.groups} - {group.helper for group in whole}
+        for secondary in sorted(
+            {group.secondary for group in component.groups} - {group.secondary for group in whole}
         ):
             paths = {
                 path
                 for group in component.groups
-                if group.helper == helper
+                if group.secondary == secondary
                 for path in group.blocks
             }
             groups = [
                 (group.name, tuple(i for i, path in enumerate(group.blocks) if path in paths))
                 for group in whole
             ]
-            found.append((component.name, helper, tuple(named for named in groups if named[1])))
+            found.append((component.name, secondary, tuple(named for named in groups if named[1])))
     return tuple(found)
 
 
-def computing_on(problem: Problem, helper: int) -> list[str]:
-    """What computes on ``helper``: names of components, with the number of blocks where it is part
-    of one. ``problem``: with a plan's choices applied."""
+def computing_on(problem: Problem, secondary: int) -> list[str]:
+    """What computes on ``secondary``: names of components, with the number of blocks where it is
+    part of one. ``problem``: with a plan's choices applied."""
     found = []
     for component in problem.components:
-        blocks = sum(len(group.blocks) for group in component.groups if group.helper == helper)
+        blocks = sum(
+            len(group.blocks) for group in component.groups if group.secondary == secondary
+        )
         every = sum(len(group.blocks) for group in component.groups)
-        if component.variants[0].helper == helper or blocks:
+        if component.variants[0].secondary == secondary or blocks:
             found.append(
                 f"{component.name} ({blocks} of {every} blocks)" if blocks else component.name
             )

@@ -6,8 +6,8 @@ they were written.
     the block, which it holds as ``_orig_mod``
 
 Compiled code takes weights from the module's tables at each call, and has guards on their shapes
-and dtypes but not on where they are. So weights are placed anew without compiling again. Hooks of a
-module, and modules inside it whose class is replaced, would be compiled too: hooks run around the
+and dtypes but not on where they are. So weights are placed again without compiling again. Hooks of
+a module, and modules inside it whose class is replaced, would be compiled too: hooks run around the
 outermost compiled module, and classes in it stay (`CallInterceptor`).
 """
 

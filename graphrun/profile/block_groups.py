@@ -31,14 +31,14 @@ from graphrun.modules.compiled import is_compiled
 from graphrun.profile.recorder import layer_paths, own_tensors
 from graphrun.profile.recording import Call
 
-# A group of blocks that holds less than this share of its component is not worth a staging ring: it
-# joins the remainder.
+# A group of blocks that holds less than this share of its component is not worth a staging ring
+# buffer: it joins the remainder.
 MIN_GROUP_SHARE = 1 / 8
 
 # Largest size ratio within one group: T5's first block also holds the table of relative positions.
 SIZE_TOLERANCE = 1.1
 
-REMAINDER = BlockGroup("remainder", ("",), False)
+REMAINDER = BlockGroup("unblocked", ("",), False)
 
 
 def block_paths(module: nn.Module, routed: Collection[str] = ()) -> list[str]:
@@ -169,7 +169,7 @@ def group_blocks(
     ]
     kept = _split_where_interrupted(units, large)
     separate = _differently_read_children(module, [path for group in kept for path in group], calls)
-    taken = {"remainder", *separate}
+    taken = {"unblocked", *separate}
     streamed = _streamed(kept, taken)
     loose_paths = [path for group in kept for block in group for path in loose_in[block]]
     single = [
@@ -226,7 +226,7 @@ def group_layers(
     for path in (*called, *idle):
         if nbytes := layouts[path].nbytes:
             groups[path.split(".")[0], nbytes, tuple(of[path] for of in call_counts)].append(path)
-    return (REMAINDER, *_streamed(groups.values(), {"remainder"})) if groups else ()
+    return (REMAINDER, *_streamed(groups.values(), {"unblocked"})) if groups else ()
 
 
 def _paths_with_tied_tensors(module: nn.Module) -> frozenset[str]:

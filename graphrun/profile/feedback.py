@@ -1,8 +1,8 @@
 """Stores what runs measured for later plans: activation bytes per phase and slot part, seconds per
 call and component.
 
-    planned peak    | weights | ring | values, live-in bytes | activation    |
-    measured peak   | weights | ring | values, live-in bytes | activation'   |
+    planned peak    | weights | ring buffer | values, inputs bytes | activation    |
+    measured peak   | weights | ring buffer | values, inputs bytes | activation'   |
 
 Everything but the activation is known exactly (except for blocks smaller than the largest of their
 group), so the difference of the peaks is the difference of the activations.

@@ -48,7 +48,7 @@ CONTEXT_BYTES = 667_000_000
 COPY_START_SECONDS = 7e-6
 DISPATCH_SECONDS = 5e-6
 PAGE_LOCK_SECONDS = 0.2e-9
-# weights of graphs in small (flux-tiny, wan-tiny) over those of the models that they stand for
+# weights of graphs tiny (flux-tiny, wan-tiny) over those of the models that they stand for
 SMALL = 0.0005
 DEFAULT = "rtx4090"
 

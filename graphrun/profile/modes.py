@@ -179,13 +179,13 @@ class _Walk:
         )
         if id(call) not in self._read:
             self._read[id(call)] = _touched(call, split, self.weights[name])
-        pieces, remainder, largest = self._read[id(call)]
+        pieces, unblocked, largest = self._read[id(call)]
         if self.mode.name == "sequential":
             self.found.on_device.append(resident + largest)
-            moved = self._moved_in(sum(pieces) + remainder, self.hardware.pageable_bytes_per_second)
+            moved = self._moved_in(sum(pieces) + unblocked, self.hardware.pageable_bytes_per_second)
             return computing + moved + TENSOR_SECONDS * len(call.touched)
         self.found.on_device.append(
-            resident + (remainder if self.mode.name == "group" else 0) + 2 * largest
+            resident + (unblocked if self.mode.name == "group" else 0) + 2 * largest
         )
         rate = (
             self.hardware.h2d_bytes_per_second
@@ -197,7 +197,7 @@ class _Walk:
         return (
             max(computing, moved)
             + first
-            + self._moved_in(remainder, self.hardware.pageable_bytes_per_second)
+            + self._moved_in(unblocked, self.hardware.pageable_bytes_per_second)
         )
 
     def _compute_seconds(self, call: Call) -> float:
@@ -234,9 +234,9 @@ def _touched(
     share = weights / total if total else 0.0
     owners = [_owner(name, sizes) for name in call.touched]
     read = dict.fromkeys(path for path in owners if path)
-    remainder = sizes.get("", 0) * share if "" in owners else 0.0
+    unblocked = sizes.get("", 0) * share if "" in owners else 0.0
     pieces = [sizes[path] * share for path in read]
-    return pieces, remainder, max(pieces, default=0.0)
+    return pieces, unblocked, max(pieces, default=0.0)
 
 
 def _owner(name: str, paths: Mapping[str, int]) -> str:

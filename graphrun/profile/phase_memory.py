@@ -64,7 +64,7 @@ def phase_memories_of(
     return replay.phases[1:]
 
 
-def glue_of(
+def pipeline_code_of(
     recording: Recording, spans: Sequence[tuple[int, int]], hardware: Hardware
 ) -> list[int]:
     """For each phase, the peak of the device bytes allocated after its entry if every component

@@ -22,15 +22,15 @@ from graphrun.model.problem import (
     Directive,
     Granularity,
     Hardware,
-    Helper,
     PhaseNumbers,
     Placement,
     Problem,
+    Secondary,
     StageOption,
     ValueNumbers,
 )
 from graphrun.modules.source_files import commits_of
-from graphrun.profile.phase_memory import glue_of, phase_memories_of
+from graphrun.profile.phase_memory import phase_memories_of, pipeline_code_of
 from graphrun.profile.phase_traces import phase_traces_of, traces_of_option
 from graphrun.profile.recording import Call, ComponentProfile, DryRun, Event, Recording
 from graphrun.profile.uses import splittable_components, use_of
@@ -53,7 +53,7 @@ class Limits:
     disk_bytes: int | None = None
     runs: int = 1
     allow: tuple[str, ...] = ()
-    helpers: tuple[Helper, ...] = ()
+    secondaries: tuple[Secondary, ...] = ()
 
     @property
     def backing_stores(self) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ def problem_of(
         precedence=precedence_of(graph),
         options=tuple(options),
         allow=tuple(sorted(limits.allow)),
-        helpers=limits.helpers,
+        secondaries=limits.secondaries,
         commits=commits_of(graph.components[name] for name in sorted(used)),
     )
     placements: tuple[Placement, ...] = ("keep", "exclude", "pin")
@@ -143,7 +143,7 @@ def _components(
             limits.backing_stores,
             limits.allow,
             granularity,
-            limits.helpers,
+            limits.secondaries,
         )
         compiled = graph.components[name].is_compiled(limits.allow)
         if compiled and not any(group.streamable for group in profile.groups):
@@ -196,11 +196,13 @@ def _phases(
         for name, component in of
         if any(variant.device != "device" for variant in component.variants)
     }
-    on_helpers = {
-        name for name, component in of if any(variant.helper for variant in component.variants)
+    on_secondaries = {
+        name for name, component in of if any(variant.secondary for variant in component.variants)
     }
     compiled = {name for name in components if graph.components[name].is_compiled(allow)}
-    glue = glue_of(probed.recording, spans, hardware) if elsewhere else [0] * len(spans)
+    pipeline_code = (
+        pipeline_code_of(probed.recording, spans, hardware) if elsewhere else [0] * len(spans)
+    )
     traces = phase_traces_of(probed.recording, spans, hardware)
     phases = []
     for number, (stage, (begin, end), memory) in enumerate(
@@ -220,15 +222,15 @@ def _phases(
                     components[name],
                     made,
                     hardware,
-                    crossing=name in on_helpers,
+                    transfer=name in on_secondaries,
                     compiled=name in compiled,
                 )
                 for name, made in calls.items()
             ),
-            live_in_bytes=max(0, memory.entry_bytes - value_bytes),
+            input_bytes=max(0, memory.entry_bytes - value_bytes),
             first_bytes=max(0, memory.first_bytes - memory.entry_bytes),
             steady_bytes=max(0, memory.steady_bytes - memory.entry_bytes),
-            glue_bytes=glue[number] if calls.keys() <= elsewhere else 0,
+            pipeline_code_bytes=pipeline_code[number] if calls.keys() <= elsewhere else 0,
             trace=traces[number],
         )
         phases.append(phase)

@@ -190,7 +190,7 @@ def _phases(problem: Problem, probed: DryRun, hardware: Hardware) -> list[dict[s
             "reserved_bytes": expandable[n].peak_bytes + scratch[n],
             "reserved_native_bytes": native[n].peak_bytes + scratch[n],
             "values_bytes": problem.value_bytes(n),
-            "live_in_bytes": phase.live_in_bytes,
+            "input_bytes": phase.input_bytes,
             "flops": sum(call.flops for _, call in entries[begin:end]),
             "seconds": _seconds(problem, phase),
             "basis": phase.basis,
@@ -222,7 +222,7 @@ def _measured(
     if measured.sizes:
         result["reserved_bytes"] = (
             problem.value_bytes(number)
-            + phase.live_in_bytes
+            + phase.input_bytes
             + max(phase.first_bytes, phase.steady_bytes)
         )
         result["basis"] = "measured"

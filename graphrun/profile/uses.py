@@ -31,16 +31,16 @@ def use_of(
     calls: Sequence[Call],
     hardware: Hardware,
     *,
-    crossing: bool = False,
+    transfer: bool = False,
     compiled: bool = False,
 ) -> Use:
     """How ``calls``, those of one phase, use ``component``; also split into layers, where it can
-    be. ``crossing``: with the bytes that cross to a helper and back: the most of any call.
-    ``compiled``: its blocks run as compiled code, which takes their seconds over
+    be. ``transfer``: with the bytes that cross to a secondary device and back: the most of any
+    call. ``compiled``: its blocks run as compiled code, which takes their seconds over
     `Hardware.compiled_gain`, where that was measured."""
     use = _block_use(component, calls, hardware, hardware.compiled_gain or 1.0 if compiled else 1.0)
     layers = _layer_use(component.layers, calls, hardware) if component.layers is not None else None
-    if not crossing:
+    if not transfer:
         return replace(use, layers=layers)
     both = max(call.input_bytes for call in calls), max(call.output_bytes for call in calls)
     live_tensors = (
@@ -48,9 +48,9 @@ def use_of(
     )
     return replace(
         use,
-        crossing=both,
+        transfer=both,
         live_tensors=live_tensors,
-        layers=layers and replace(layers, crossing=both),
+        layers=layers and replace(layers, transfer=both),
     )
 
 
@@ -73,7 +73,7 @@ def live_tensors_of(call: Call, number: Mapping[str, int]) -> tuple[LiveTensor, 
     does: an encoder may return hidden states of all layers.
 
     Other code may read what a block makes, unless only the next block gets it and no operator runs
-    before that: on a helper, even ``x.to(hidden.device)`` is another tensor."""
+    before that: on a secondary device, even ``x.to(hidden.device)`` is another tensor."""
     if call.loose:
         return ()
     sizes, made, used = dict[int, int](), dict[int, int](), defaultdict[int, set[int]](set)
@@ -146,7 +146,7 @@ def _block_use(
         for number, count in enumerate(reads)
     ]
     if not group_calls[0]:
-        orders = {key: _without_remainder(order) for key, order in orders.items()}
+        orders = {key: _without_unblocked(order) for key, order in orders.items()}
     order = orders[id(calls[0])] if len(distinct) == 1 else ()
     return Use(
         component.name,
@@ -237,17 +237,17 @@ def _layer_use(
     ):
         return None
     layers = {path for group in component.groups for path in group.blocks if path}
-    remainder_calls = sum(
+    unblocked_calls = sum(
         any(name.rpartition(".")[0] not in layers for name in call.touched) for call in calls
     )
     if not component.variants[0].block_bytes[0]:  # the remainder only has names of tied tensors
-        remainder_calls = 0
-    if not remainder_calls:
-        orders = {key: _without_remainder(order) for key, order in orders.items()}
+        unblocked_calls = 0
+    if not unblocked_calls:
+        orders = {key: _without_unblocked(order) for key, order in orders.items()}
     order = orders[id(calls[0])]
     times = Counter(number for number, _, _ in order if number)
     group_calls = [
-        remainder_calls,
+        unblocked_calls,
         *(len(calls) if times[number] else 0 for number in range(1, len(component.groups))),
     ]
     return Use(
@@ -263,7 +263,7 @@ def _layer_use(
     )
 
 
-def _without_remainder(order: Order) -> Order:
+def _without_unblocked(order: Order) -> Order:
     """``order`` for calls that read nothing of the remainder: compute outside of blocks is added to
     the block before it."""
     found: list[tuple[int, int, float]] = []

@@ -6,7 +6,7 @@ variant is the graph's own: its first precision in page-locked memory.
 
     precision       those in the graph's list; all but the first change the output and must be
     allowed backing store   pinned, pageable (slower to copy from), disk where a file's tensors can
-    be read one by one helper          computes on a further device, at its rates cpu
+    be read one by one secondary device          computes on a further device, at its rates cpu
     computes on the CPU, for small or rarely used components; the last bits of the output change
 """
 
@@ -21,7 +21,7 @@ from graphrun.model.problem import (
     BackingStore,
     Granularity,
     Hardware,
-    Helper,
+    Secondary,
     Variant,
 )
 from graphrun.modules.precisions import QUANTIZED
@@ -52,13 +52,13 @@ def variants_of(
     backing_stores: Collection[str],
     allow: Collection[str] = (),
     granularity: Granularity = "blocks",
-    helpers: Sequence[Helper] = (),
+    secondaries: Sequence[Secondary] = (),
 ) -> tuple[Variant, ...]:
     """All variants of ``component``, the graph's own first.
 
     ``calls``: its distinct calls. ``backing_stores``: those worth considering here. ``allow``: only
     determines whether computing on the CPU is offered. ``granularity``: whether ``profile`` is
-    split into blocks or layers. ``helpers``: further devices that it may compute on.
+    split into blocks or layers. ``secondaries``: further devices that it may compute on.
     """
     found = [
         variant
@@ -77,8 +77,8 @@ def variants_of(
             replace(variant, streamable=variant.precision not in BLOCK_GRANULARITY_ONLY)
             for variant in found
         ]
-    for number, helper in enumerate(helpers, 1):
-        there = replace(helper.hardware, disk_bytes_per_second=hardware.disk_bytes_per_second)
+    for number, secondary in enumerate(secondaries, 1):
+        there = replace(secondary.hardware, disk_bytes_per_second=hardware.disk_bytes_per_second)
         slowdown = (
             _seconds(calls, there) / on_device if (on_device := _seconds(calls, hardware)) else 1.0
         )

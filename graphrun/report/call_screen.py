@@ -11,7 +11,7 @@ from graphrun.report.screen import (
     found_and_left,
     regime,
     streams_of,
-    verdict,
+    verdict_line,
 )
 from graphrun.report.table import Units, table
 from graphrun.trace import Trace
@@ -46,7 +46,7 @@ def call_screen(solution: Solution, trace: Trace) -> str:
             "",
             table(rows, left=(0, 2)),
             f" sizes in {units.size}; weights: whole, or how many blocks stay on the device while the others are streamed",
-            verdict(solution, trace),
+            verdict_line(trace),
         )
     )
 

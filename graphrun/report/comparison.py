@@ -87,7 +87,7 @@ def _places(solution: Solution) -> dict[tuple[str, str], str]:
         variant, streams = component.variants[0], streams_of(slots, component.name)
         held = list(zip(slots, held_blocks(component, solution.plan.finds, slots), strict=True))
         blocks = sum(len(group.blocks) for group in component.groups)
-        places[component.name, "held as"] = f"{variant.precision}, {variant.backing_store}"
+        places[component.name, "stored as"] = f"{variant.precision}, {variant.backing_store}"
         for phase in problem.phases:
             if not any(use.component == component.name for use in phase.uses):
                 continue

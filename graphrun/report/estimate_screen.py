@@ -112,7 +112,7 @@ def _phases(phases: list[dict[str, Any]]) -> str:
         "reserved",
         "native",
         "values",
-        "live-in",
+        "inputs",
         "TFLOP",
         f"compute {units.time}",
         "basis",
@@ -121,7 +121,7 @@ def _phases(phases: list[dict[str, Any]]) -> str:
     for row in phases:
         sizes = [
             row[f"{name}_bytes"]
-            for name in ("allocated", "reserved", "reserved_native", "values", "live_in")
+            for name in ("allocated", "reserved", "reserved_native", "values", "inputs_live")
         ]
         basis = (
             row["basis"]

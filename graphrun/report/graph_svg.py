@@ -13,7 +13,7 @@ nothing from outside.
 
 Layers are the topological generations of the graph. An edge that spans several layers gets a bend
 in each. The order within layers comes from barycentre sweeps (Sugiyama, Tagawa and Toda, 1981); the
-one with the fewest crossings is kept.
+one with the fewest transfers is kept.
 """
 
 from __future__ import annotations
@@ -204,10 +204,10 @@ def _order(layers: Layers, joined: networkx.DiGraph) -> None:
             [(place[box], place[other]) for box in layer for other in joined.succ[box]]
             for layer in layers
         )
-        crossings = sum(
+        transfers = sum(
             (a - c) * (b - d) < 0 for own in ends for (a, b), (c, d) in combinations(own, 2)
         )
-        found.append((crossings, [list(layer) for layer in layers]))
+        found.append((transfers, [list(layer) for layer in layers]))
     layers[:] = min(found, key=lambda each: each[0])[1]
 
 

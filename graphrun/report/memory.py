@@ -1,5 +1,5 @@
-"""The planned bytes of a slot by what they are for: the weights and the ring of each component,
-activation, values."""
+"""The planned bytes of a slot by what they are for: the weights and the ring buffer of each
+component, activation, values."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from graphrun.units import round_up
 
 
 class Part(NamedTuple):
-    """``nbytes`` of a slot's peak. ``kind``: ``weights``, ``ring``, ``activation``, ``values``, or
-    ``other``."""
+    """``nbytes`` of a slot's peak. ``kind``: ``weights``, ``ring_buffer``, ``activation``,
+    ``values``, or ``other``."""
 
     kind: str
     component: str  # empty for activation, values and other
@@ -37,8 +37,8 @@ def parts_of(solution: Solution) -> list[list[Part]]:
 
     held = {name: numbered(name, blocks) for name, blocks in solution.plan.finds}
     for slot, report in zip(solution.plan.slots, solution.simulation.slots, strict=True):
-        rings = {
-            a.component: round_up(a.ring_bytes, ALLOCATION_BYTES)
+        ring_buffers = {
+            a.component: round_up(a.ring_buffer_bytes, ALLOCATION_BYTES)
             for a in slot.actions
             if isinstance(a, Stream)
         }
@@ -52,7 +52,7 @@ def parts_of(solution: Solution) -> list[list[Part]]:
         parts = [
             Part("weights", name, _bytes(solution, name, blocks)) for name, blocks in held.items()
         ]
-        parts += [Part("ring", name, nbytes) for name, nbytes in rings.items()]
+        parts += [Part("ring_buffer", name, nbytes) for name, nbytes in ring_buffers.items()]
         parts += [
             Part("activation", "", report.working_bytes),
             Part("values", "", report.values_bytes),

@@ -237,7 +237,7 @@ def _legend(colours: Mapping[str, int]) -> str:
     shades = {
         "copied or computed": "c0",
         "streamed, or read from disk": "c0 stream",
-        "ring": "c0 ring",
+        "ring_buffer": "c0 ring buffer",
         "activation": "activation",
         "values, rest of pages": "values",
         "nothing computes": "lane waits",

@@ -68,7 +68,7 @@ def _slots(trace: Trace) -> Iterator[dict[str, Any]]:
 def _events(trace: Trace) -> Iterator[dict[str, Any]]:
     for event in trace.events:
         arguments = {"component": event.component, "slot": event.slot, "bytes": event.nbytes}
-        name = f"{event.kind} {event.component} {event.detail or 'remainder'}"
+        name = f"{event.kind} {event.component} {event.detail or 'unblocked'}"
         if event.kind == "run":
             name = f"{event.component}.{event.detail}"
         if event.kind in TRACK_OF:

@@ -27,8 +27,7 @@ from graphrun.model.plan import Plan, Violation, parse
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
 from graphrun.reading import read_json, shortened
-from graphrun.verify.check import check
-from graphrun.verify.solution import solution_of
+from graphrun.verify.solution import broken_rules, solution_of
 
 # of plan files; others are refused: 1 had other names for backing stores, block groups and actions
 VERSION = 2
@@ -184,13 +183,13 @@ class BrokenRules(PlanError):
 
 def refuse_violations(path: Path, problem: Problem, plan: Plan) -> None:
     """Raises BrokenRules listing every rule that ``plan`` breaks, with slot, action and bytes."""
-    violations = check(problem, plan)
-    more = " or more" if len(violations) == LIMITS.problems else ""
+    broken = broken_rules(problem, plan)
+    more = " or more" if len(broken) == LIMITS.problems else ""
     lines = [
-        f"{path}: {len(violations)}{more} {'rule is' if len(violations) == 1 else 'rules are'} broken; the plan is refused"
+        f"{path}: {len(broken)}{more} {'rule is' if len(broken) == 1 else 'rules are'} broken; the plan is refused"
     ]
     names = [shortened(f"{slot.phase} {slot.part}".strip(), 200) for slot in plan.slots]
-    for violation in violations:
+    for violation in broken:
         where = (
             f" in slot {violation.slot} ({names[violation.slot]})"
             if 0 <= violation.slot < len(names)
@@ -198,9 +197,9 @@ def refuse_violations(path: Path, problem: Problem, plan: Plan) -> None:
         )
         action = f", action {violation.action}" if violation.action >= 0 else ""
         lines.append(f"  {violation.rule}{where}{action}: {violation.detail}")
-    if violations:
+    if broken:
         error = BrokenRules("\n".join(lines))
-        error.violations = tuple(violations)
+        error.violations = broken
         raise error
 
 

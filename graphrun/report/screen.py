@@ -13,7 +13,7 @@ from graphrun.model.simulation import Simulation, SlotReport
 from graphrun.model.solution import Solution
 from graphrun.model.splits import computing_on
 from graphrun.report.command_lines import folded_command
-from graphrun.report.summary import broken_caps, directives, figures
+from graphrun.report.summary import directives, figures
 from graphrun.report.table import Units, table
 from graphrun.report.verdicts import done, fits
 from graphrun.trace import SlotTrace, Trace
@@ -124,7 +124,7 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
             *_choices(solution),
             f"peak {show_size(simulation.peak_bytes)} at {peak.phase}  headroom"
             f" {show_size(problem.effective_bytes - simulation.peak_bytes)}  moves {show_size(simulation.moved_bytes)} in",
-            *_helpers(problem, simulation),
+            *_secondaries(problem, simulation),
             _host(problem, simulation),
             f"predicted {show_range(simulation.seconds, hardware.seconds_range(simulation.seconds))}"
             f" = {show_seconds(simulation.compute_seconds)} compute"
@@ -144,7 +144,7 @@ def _subject(solution: Solution, look: Look) -> str:
     return look.folded(
         f"plan {subject(problem)}",
         plan,
-        *_helpers(problem, solution.simulation),
+        *_secondaries(problem, solution.simulation),
         *_choices(solution),
     )
 
@@ -224,15 +224,17 @@ def _host(problem: Problem, simulation: Simulation) -> str:
     return f"host peak {show_size(simulation.host_peak_bytes)}{locked}{limit}  headroom {spare}  {reads}"
 
 
-def _helpers(problem: Problem, simulation: Simulation) -> list[str]:
-    """A line for each helper: its budget, its peak, and what computes on it. ``problem`` has one
-    variant per component, or several: then those of the simulation count."""
+def _secondaries(problem: Problem, simulation: Simulation) -> list[str]:
+    """A line for each secondary device: its budget, its peak, and what computes on it. ``problem``
+    has one variant per component, or several: then those of the simulation count."""
     found = []
-    for number, helper in enumerate(problem.helpers, 1):
-        peak = max(slot.helper_peaks[number - 1] for slot in (*simulation.slots, *simulation.again))
+    for number, secondary in enumerate(problem.secondaries, 1):
+        peak = max(
+            slot.secondary_peaks[number - 1] for slot in (*simulation.slots, *simulation.again)
+        )
         names = computing_on(simulation.problem, number)
         found.append(
-            f"device{number} {helper.hardware.name} ({helper.hardware.basis})  budget {show_size(helper.budget_bytes)}  peak"
+            f"device{number} {secondary.hardware.name} ({secondary.hardware.basis})  budget {show_size(secondary.budget_bytes)}  peak"
             f" {show_size(peak)}  computes {', '.join(names) or 'nothing'}"
         )
     return found
@@ -266,7 +268,7 @@ def _phases_in_short(problem: Problem, reports: Sequence[SlotReport], width: int
         rows.append(units.row(str(number), phase.name, *sizes, seconds, waits))
     return (
         table(rows, left=(1,), width=width)
-        + f"\n sizes in {units.size}; streamed: passes through a ring; waits: nothing computes"
+        + f"\n sizes in {units.size}; streamed: passes through a ring buffer; waits: nothing computes"
     )
 
 
@@ -282,14 +284,14 @@ def _phases(problem: Problem, reports: Sequence[SlotReport], width: int) -> str:
         rows.append(units.row(str(number), *cells, load, run))
     return (
         table(rows, left=(1,))
-        + f"\n sizes in {units.size}, each row at its highest slot; streamed: bytes that pass through the ring"
+        + f"\n sizes in {units.size}, each row at its highest slot; streamed: bytes that pass through the ring buffer"
     )
 
 
 # of a SlotReport: they sum to its peak
 TERMS = (
     "resident_bytes",
-    "ring_bytes",
+    "ring_buffer_bytes",
     "working_bytes",
     "values_bytes",
 )
@@ -297,7 +299,7 @@ PHASE_HEAD = (
     "phase",
     "calls",
     "resident",
-    "ring",
+    "ring_buffer",
     "activation",
     "values",
     "peak",
@@ -349,7 +351,7 @@ def _timeline(problem: Problem, slots: Sequence[Slot], finds: Held, width: int) 
     """The placement of each component in each phase of ``slots``, and its variant. ``finds``: the
     blocks on the device before."""
     placed = _placed(problem, slots, finds)
-    rows = [["", *(f"{phase.stage}/{phase.index}" for phase in problem.phases), "held as"]]
+    rows = [["", *(f"{phase.stage}/{phase.index}" for phase in problem.phases), "stored as"]]
     rows += [[name, *_bars(marks, 4), held] for name, marks, held, _ in placed]
     notes = [
         f" ▒ {name} streamed in {phase}: {stay} stay resident"
@@ -366,7 +368,7 @@ def _places(problem: Problem, slots: Sequence[Slot], finds: Held, width: int) ->
     wide = max(
         1, min(4, (width - max(len(name) for name, *_ in placed) - 42) // len(problem.phases) - 2)
     )
-    rows = [["", *map(str, range(len(problem.phases))), "held as", "always there"]]
+    rows = [["", *map(str, range(len(problem.phases))), "stored as", "resident"]]
     rows += [
         [name, *_bars(marks, wide), held, ", ".join(dict.fromkeys(stays.values()))]
         for name, marks, held, stays in placed
@@ -401,7 +403,7 @@ def _placed(
                 )
             else:
                 marks.append(("█" if uses else "░") if blocks else "·")
-        there = f", on {variant.device}" if variant.helper else ""
+        there = f", on {variant.device}" if variant.secondary else ""
         where = (
             f"{variant.backing_store}{there}" if variant.device != "cpu" else "computed on the CPU"
         )
@@ -410,7 +412,8 @@ def _placed(
 
 
 def held_blocks(component: ComponentNumbers, finds: Held, slots: Iterable[Slot]) -> list[int]:
-    """The number of resident blocks of ``component`` in each slot, without those in the ring."""
+    """The number of resident blocks of ``component`` in each slot, without those in the ring
+    buffer."""
 
     def named(blocks: Blocks) -> set[tuple[str, int]]:
         every = ((k.name, range(len(k.blocks))) for k in component.groups)
@@ -446,7 +449,7 @@ def _why(solution: Solution) -> str:
                 continue
             others = (
                 max(phase.first_bytes, phase.steady_bytes)
-                + phase.live_in_bytes
+                + phase.input_bytes
                 + problem.value_bytes(number)
             )
             if "exclude" in problem.demanded(component.name):
@@ -492,8 +495,9 @@ def explain_screen(solution: Solution) -> str:
 
 
 def terms(*sizes: int) -> str:
-    """``sizes`` of weights, ring, activation and values as a sum, without those that are 0."""
-    names = ("weights", "ring", "activation", "values and live-in")
+    """``sizes`` of weights, ring buffer, activation and values as a sum, without those that are
+    0."""
+    names = ("weights", "ring_buffer", "activation", "values and inputs")
     return " + ".join(
         f"{show_size(nbytes)} {name}" for nbytes, name in zip(sizes, names, strict=True) if nbytes
     )
@@ -549,7 +553,7 @@ def measured_screen(
             "",
             table(rows, left=(0,), width=None if look.verbose else look.width),
             f" sizes in {units.size}; {units.time} {'on the virtual clock' if trace.device == 'sim' else 'on the card'}",
-            verdict(solution, trace),
+            verdict_line(trace),
         )
     )
 
@@ -566,9 +570,6 @@ def beside_cells(pairs: Sequence[tuple[SlotReport, SlotTrace]]) -> list[float]:
     ]
 
 
-def verdict(solution: Solution, trace: Trace) -> str:
-    """Whether the plan was kept, else the slots in which it was not; and what stayed on the
-    device."""
-    broken = broken_caps(solution, trace)
-    kept = f"the plan was BROKEN: {'; '.join(broken)}" if broken else "the plan was kept"
-    return f"{kept}; left on the device: {show_size(trace.left_bytes)}"
+def verdict_line(trace: Trace) -> str:
+    """The verdict on a run, and what it left on the device."""
+    return f"{trace.verdict}; left on the device: {show_size(trace.left_bytes)}"

@@ -3,6 +3,7 @@ plan screen."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from graphrun.model.problem import Problem
@@ -41,7 +42,7 @@ def summarize(
         **figures(simulation, "peak_bytes", "moved_bytes"),
         **figures(problem, "digest", "graph"),
         "hardware": problem.hardware.name,
-        **({"helpers": _helpers(solution)} if problem.helpers else {}),
+        **({"secondaries": _secondaries(solution)} if problem.secondaries else {}),
         "until": problem.until,
         "precomputed": list(problem.precomputed),
         "settings": dict(problem.settings),
@@ -53,7 +54,9 @@ def summarize(
             "peak_bytes": trace.peak_bytes,
             "host_peak_bytes": trace.host_bytes,
             **figures(trace, "moved_bytes", "disk_bytes_read", "seconds", "left_bytes"),
-            "kept_plan": not broken_caps(solution, trace),
+            "kept_plan": not trace.overruns,
+            "verdict": trace.verdict,
+            "overruns": [asdict(overrun) for overrun in trace.overruns],
             "slots": [
                 {
                     **figures(measured, "phase", "part"),
@@ -68,19 +71,19 @@ def summarize(
     return summary
 
 
-def _helpers(solution: Solution) -> list[dict[str, Any]]:
-    """Each helper with its budget, its peak and the components that compute on it."""
+def _secondaries(solution: Solution) -> list[dict[str, Any]]:
+    """Each secondary device with its budget, its peak and the components that compute on it."""
     simulation = solution.simulation
     return [
         {
-            "hardware": helper.hardware.name,
-            **figures(helper, "budget_bytes", "effective_bytes"),
+            "hardware": secondary.hardware.name,
+            **figures(secondary, "budget_bytes", "effective_bytes"),
             "peak_bytes": max(
-                slot.helper_peaks[number - 1] for slot in (*simulation.slots, *simulation.again)
+                slot.secondary_peaks[number - 1] for slot in (*simulation.slots, *simulation.again)
             ),
             "components": computing_on(solution.chosen, number),
         }
-        for number, helper in enumerate(solution.problem.helpers, 1)
+        for number, secondary in enumerate(solution.problem.secondaries, 1)
     ]
 
 
@@ -121,29 +124,3 @@ def stages(simulation: Simulation, trace: Trace | None = None) -> list[dict[str,
             }
         rows.append(row)
     return rows
-
-
-def broken_caps(solution: Solution, trace: Trace) -> list[str]:
-    """Slots whose measured peak exceeds the planned one, as ``phase part: measured > planned``;
-    empty: the plan was kept.
-
-    Where the remainder was planned again, peaks are compared with the budget.
-    """
-    limits = [
-        solution.problem.effective_bytes,
-        *(helper.effective_bytes for helper in solution.problem.helpers),
-    ]
-    planned = solution.simulation.slots
-    pairs = (
-        [(limits, slot) for slot in trace.slots]
-        if trace.notes
-        else [([of.peak_bytes, *of.helper_peaks], slot) for of, slot in trace.beside(planned)]
-    )
-    return [
-        f"{slot.phase} {slot.part}{f' on device{number}' if number else ''}: {peak} > {most}"
-        for limit, slot in pairs
-        for number, (most, peak) in enumerate(
-            zip(limit, (slot.peak_bytes, *slot.helper_peaks), strict=False)
-        )
-        if peak > most
-    ]

@@ -8,7 +8,6 @@ from typing import Any
 from graphrun.model.problem import Problem
 from graphrun.model.simulation import Simulation
 from graphrun.model.solution import Solution
-from graphrun.report.summary import broken_caps
 from graphrun.trace import Trace
 from graphrun.units import GIB, KIB, MIB, roughly
 
@@ -47,12 +46,13 @@ def fits(solution: Solution, made: str = "a run") -> str:
 
 
 def done(solution: Solution, trace: Trace) -> str:
-    """The time and the memory of a run, each beside the plan's, and whether the plan was kept."""
+    """The time and the memory of a run, each beside the plan's, and whether the run matched the
+    plan."""
     problem, planned = solution.problem, roughly(solution.simulation.seconds)
-    kept = "the plan was BROKEN" if broken_caps(solution, trace) else "as planned"
     clock = " of virtual time" if trace.device == "sim" else ""
+    matched = "more than planned" if trace.overruns else "as planned"
     took = f"{roughly(trace.seconds)}{clock} (planned {planned})"
-    return f"done: {took}, {_used(problem, trace.peak_bytes)} on {problem.hardware.name}, {kept}"
+    return f"done: {took}, {_used(problem, trace.peak_bytes)} on {problem.hardware.name}, {matched}"
 
 
 def _device(problem: Problem, seconds: float) -> str:

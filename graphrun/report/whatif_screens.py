@@ -49,7 +49,7 @@ def infeasible_screen(error: Infeasible, look: Look | None = None) -> str:
     lines = [look.first(verdict), *map(look.folded, _directives(error.problem)), ""]
     if error.needs:
         units = Units(max(need.total_bytes for need in error.needs))
-        rows = [["phase", "weights", "ring", "activation", "values", "least", "have"]]
+        rows = [["phase", "weights", "ring_buffer", "activation", "values", "least", "have"]]
         rows += [
             units.row(
                 f"{need.phase} {need.part}",
@@ -141,7 +141,7 @@ def typed(repair: Repair, capacity_bytes: int) -> str:
 
 WORDS_COLUMNS = 25  # at least, of what a change means, beside its options
 # The bytes of a slot, as in `graphrun.model.least_memory.PhaseMinimum`.
-TERMS = ("weights_bytes", "ring_bytes", "activation_bytes", "values_bytes")
+TERMS = ("weights_bytes", "ring_buffer_bytes", "activation_bytes", "values_bytes")
 
 
 def _directives(problem: Problem) -> list[str]:
@@ -152,7 +152,7 @@ def _directives(problem: Problem) -> list[str]:
 
 def _smallest_title(problem: Problem) -> str:
     """That no plan exists for less is proven in bytes of tensors; in pages, no plan was found."""
-    return "smallest budget found" if problem.counts_pages else "smallest budget that works"
+    return "minimum VRAM" if problem.counts_pages else "smallest budget that works"
 
 
 def _smallest(error: Infeasible) -> str:
@@ -356,12 +356,12 @@ def frontier_screen(
 
 def _other_budgets(problem: Problem, varied: int) -> list[str]:
     """Of several devices, which budget is varied, and those of the others."""
-    if not problem.helpers:
+    if not problem.secondaries:
         return []
     of = enumerate(
         [
             (problem.hardware, problem.budget_bytes),
-            *((of.hardware, of.budget_bytes) for of in problem.helpers),
+            *((of.hardware, of.budget_bytes) for of in problem.secondaries),
         ]
     )
     told = [
@@ -382,7 +382,7 @@ def _cells(point: Point) -> list[str | float]:
     exposed = show_seconds(max(0.0, point.seconds - point.compute_seconds))
     problem = solution.problem
     spare_bytes = (
-        problem.helpers[point.device - 1] if point.device else problem
+        problem.secondaries[point.device - 1] if point.device else problem
     ).effective_bytes - point.peak_bytes
     return [
         show_seconds(point.seconds),
@@ -414,7 +414,7 @@ def _notes(problem: Problem, points: Sequence[Point]) -> list[str]:
 
 
 def _hardware(problem: Problem, device: int) -> Hardware:
-    return problem.helpers[device - 1].hardware if device else problem.hardware
+    return problem.secondaries[device - 1].hardware if device else problem.hardware
 
 
 def _largest_of(swept: Swept) -> list[tuple[int, str | None, float]]:
@@ -470,7 +470,7 @@ def frontier_json(problem: Problem, swept: Swept, name: str = "") -> dict[str, A
         "settings": {key: value for key, value in problem.settings if key != name},
         "points": points,
     }
-    if problem.helpers:
+    if problem.secondaries:
         data["device"] = swept[0][1][0].device
     if name:
         largest = [{"budget_bytes": nbytes, name: value} for nbytes, value, _ in _largest_of(swept)]

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from graphrun.errors import GraphrunError
-from graphrun.model.ring import Ring
+from graphrun.model.ring_buffer import RingBuffer
 from graphrun.modules.blocks import BlockLayout
 from graphrun.runtime.devices.device import Device, Mark, Stream
 
@@ -288,7 +288,7 @@ class Disk(BackingStore):
             return True
         if path not in self._reads:
             assert self.memory is not None, f"the bounce buffer of block {path!r} is not allocated"
-            slot = self._ring.place(self.size(path))
+            slot = self._ring_buffer.place(self.size(path))
             if self.paced is not None:
                 self.paced.before_fetch(self.size(path), full=bool(slot.released))
             # A block that was read and not copied, because its call left it out, is overwritten: it
@@ -333,7 +333,7 @@ class Disk(BackingStore):
         """As `BackingStore.abandon`. Called at the end of a slot, whose barrier empties the bounce
         buffer."""
         super().abandon()
-        self._ring, self._placements = Ring(self.nbytes), 0
+        self._ring_buffer, self._placements = RingBuffer(self.nbytes), 0
         self._copied: dict[int, Mark] = {}  # number of a placement -> end of its copy
 
 

@@ -34,11 +34,11 @@ from graphrun.ops import Stages
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.host import Host
 from graphrun.runtime.leftovers import error_to_raise, leftovers
-from graphrun.runtime.run import HandedOut, Progress, Replan, Run, Setting, Work
+from graphrun.runtime.run import HandedOut, Progress, Replan, Run, Setting, Work, planned_peaks
 from graphrun.trace import Trace
 from graphrun.units import show_size
-from graphrun.verify.check import check
 from graphrun.verify.pages import limit_bytes
+from graphrun.verify.solution import broken_rules
 
 
 def stages_for(
@@ -128,12 +128,14 @@ class Session:
         slowdowns = {
             name: variant.slowdown for name, variant in chosen.items() if variant.device == "cpu"
         }
-        if len(device.helpers) < len(problem.helpers):
+        if len(device.secondaries) < len(problem.secondaries):
             raise PlanError(
-                f"the plan is for {len(problem.helpers) + 1} devices, and {len(device.every)} were opened: plan again"
+                f"the plan is for {len(problem.secondaries) + 1} devices, and {len(device.every)} were opened: plan again"
             )
         self._simulation = solution.simulation
-        limits = [limit_bytes(solution.chosen, plan, n) for n in range(len(problem.helpers) + 1)]
+        limits = [
+            limit_bytes(solution.chosen, plan, n) for n in range(len(problem.secondaries) + 1)
+        ]
         self._setting = Setting(
             solution.chosen, plan, host, device, slowdowns, replan, handed_out, limits
         )
@@ -212,12 +214,7 @@ class Session:
         return self._run(self._setting.plan, self._simulation.slots)
 
     def _run(self, plan: Plan, reports: Sequence[SlotReport]) -> Run:
-        return Run(
-            self._setting,
-            plan,
-            [(report.peak_bytes, *report.helper_peaks) for report in reports],
-            None,
-        )
+        return Run(self._setting, plan, planned_peaks(reports), None)
 
     def _emptied(self, run: Run, error: BaseException, work: Stages | None = None) -> BaseException:
         """Leaves the device empty after ``error`` in ``run``, and returns what the caller gets."""
@@ -305,17 +302,16 @@ def _permissions(problem: Problem, graph: Graph) -> Iterator[tuple[str, str, str
 
 
 def refuse_broken(solution: Solution) -> None:
-    """Raises PlanError when the plan is for another problem, or violates a rule of
-    `verify.check`."""
+    """Raises PlanError when the plan is for another problem, or violates a rule."""
     problem, plan = solution.problem, solution.plan
     if plan.problem != problem.digest:
         raise PlanError(
             f"the plan is for the problem with digest {plan.problem}, this one has {problem.digest}: plan again"
         )
-    if violations := check(problem, plan):
+    if broken := broken_rules(problem, plan):
         lines = [
             f"{v.rule}, slot {v.slot}{f', action {v.action}' if v.action >= 0 else ''}: {v.detail}"
-            for v in violations
+            for v in broken
         ]
         raise PlanError("\n".join(["the plan may not be run:", *lines]))
 

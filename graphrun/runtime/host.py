@@ -208,7 +208,7 @@ class Host:
         return found
 
     def match_layout(self, problem: Problem) -> None:
-        """Lays out anew the components whose granularity (block or layer) differs in ``problem``,
+        """Lays out again the components whose granularity (block or layer) differs in ``problem``,
         which has its choices applied.
 
         Called at the start of a run. Raises InputError when ``problem`` differs in anything else:
@@ -262,7 +262,7 @@ def layout_of(numbers: ComponentNumbers) -> Layout:
     variant = replace(
         numbers.variants[0], slowdown=1.0, block_seconds=(), scratch_bytes=0, needs=""
     )
-    if variant.helper:
+    if variant.secondary:
         variant = replace(variant, device="device")
     pairs = zip(numbers.groups, variant.block_bytes, strict=True)
     blocks = frozenset((path, nbytes) for group, nbytes in pairs for path in group.blocks)

@@ -30,7 +30,7 @@ from graphrun.graph.graph import Graph
 from graphrun.model.choices import reorder, stages_of
 from graphrun.model.plan import Plan
 from graphrun.model.precomputed import shortened
-from graphrun.model.problem import Helper, PhaseNumbers, Problem
+from graphrun.model.problem import PhaseNumbers, Problem, Secondary
 from graphrun.model.solution import Solution
 from graphrun.ops import Stages
 from graphrun.runtime.devices.device import Device
@@ -185,16 +185,16 @@ def remaining_problem(
     activation in the phase that ran out of memory."""
     names, left = dict(plan.variants), set(todo)
     components = tuple(
-        c.held_as(names[c.name], anywhere=True) if c.name in names else c
+        c.stored_as(names[c.name], anywhere=True) if c.name in names else c
         for c in problem.components
     )
-    budget_bytes, increase, helpers = (
+    budget_bytes, increase, secondaries = (
         problem.budget_bytes,
         dict[str, tuple[str, int]](),
-        list(problem.helpers),
+        list(problem.secondaries),
     )
-    if error.helper:
-        helpers[error.helper - 1] = _less_of(helpers[error.helper - 1], error)
+    if error.secondary:
+        secondaries[error.secondary - 1] = _less_of(secondaries[error.secondary - 1], error)
     elif error.available_bytes < problem.effective_bytes:
         budget_bytes = error.available_bytes + problem.overhead_bytes
     else:
@@ -216,7 +216,7 @@ def remaining_problem(
         if problem.precedence is None
         else tuple(p for p in problem.precedence if left >= set(p)),
         runs=1,
-        helpers=tuple(helpers),
+        secondaries=tuple(secondaries),
     )
     return replace(remaining, values=reorder(remaining).values)
 
@@ -240,29 +240,29 @@ def _missing_bytes(error: OutOfMemory) -> int:
     return error.peak_bytes + (parse_size(wanted[1]) if wanted else 0) - error.planned_bytes
 
 
-def _less_of(helper: Helper, error: OutOfMemory) -> Helper:
-    """``helper`` with the memory that it was found to have, or where it has what was planned, less
-    what a call needed beyond that: its components go elsewhere where they do not fit."""
-    missing = max(_missing_bytes(error), helper.effective_bytes // MIN_INCREASE_FRACTION, 1)
-    least = min(error.available_bytes, helper.effective_bytes - missing)
+def _less_of(secondary: Secondary, error: OutOfMemory) -> Secondary:
+    """``secondary`` with the memory that it was found to have, or where it has what was planned,
+    less what a call needed beyond that: its components go elsewhere where they do not fit."""
+    missing = max(_missing_bytes(error), secondary.effective_bytes // MIN_INCREASE_FRACTION, 1)
+    least = min(error.available_bytes, secondary.effective_bytes - missing)
     return replace(
-        helper, budget_bytes=max(0, helper.budget_bytes - helper.effective_bytes + least)
+        secondary, budget_bytes=max(0, secondary.budget_bytes - secondary.effective_bytes + least)
     )
 
 
 def _increased(phase: PhaseNumbers, increase: Mapping[str, tuple[str, int]]) -> PhaseNumbers:
     part, more = increase.get(phase.name, ("", 0))
     fields = {
-        "load": ["live_in_bytes"],
-        "first": ["first_bytes", "glue_bytes"],
-        "steady": ["steady_bytes", "glue_bytes"],
+        "load": ["input_bytes"],
+        "first": ["first_bytes", "pipeline_code_bytes"],
+        "steady": ["steady_bytes", "pipeline_code_bytes"],
     }
     if part not in fields:
         return phase
     more_bytes: dict[str, Any] = {
         name: held + more
         for name in fields[part]
-        if (held := getattr(phase, name)) or name != "glue_bytes"
+        if (held := getattr(phase, name)) or name != "pipeline_code_bytes"
     }
     return replace(phase, basis="measured", **more_bytes)
 

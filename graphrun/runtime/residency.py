@@ -9,8 +9,8 @@ to move is the plan's decision, not this module's.
     module's tensors are views of it
                          |copy     |copy
     device           | block 0 |   |                    loaded: a buffer of its own, until evicted
-                     | ring: 1 . . . . |                streamed: a view of the ring, while the
-                     block runs
+                     | ring buffer: 1 . . . . |                streamed: a view of the ring buffer,
+                     while the block runs
 """
 
 from __future__ import annotations
@@ -144,9 +144,9 @@ class Residency:
             self._move_into_arena(self.backing_store, layouts)
 
     def place(self, numbers: ComponentNumbers, device: Device) -> None:
-        """Makes those of ``device``, the main one, and its helpers on which ``numbers`` compute the
-        ones that blocks are copied to. Evicts all blocks where that changes anything. Call while
-        none is read."""
+        """Makes those of ``device``, the main one, and its secondary devices on which ``numbers``
+        compute the ones that blocks are copied to. Evicts all blocks where that changes anything.
+        Call while none is read."""
         main, elsewhere = _devices(numbers, device)
         before = self.device.memory, {path: of.memory for path, of in self._elsewhere.items()}
         if before != (main.memory, {path: of.memory for path, of in elsewhere.items()}):
@@ -160,7 +160,8 @@ class Residency:
 
     @property
     def splits(self) -> list[tuple[Device, tuple[str, ...]]]:
-        """Of a split component, each helper with the paths of its blocks there, in call order."""
+        """Of a split component, each secondary device with the paths of its blocks there, in call
+        order."""
         paths: dict[int, tuple[Device, list[str]]] = {}
         for path, device in self._elsewhere.items():
             paths.setdefault(id(device), (device, []))[1].append(path)
@@ -386,7 +387,7 @@ class Residency:
         Returns marks before and after the copy.
         """
         device = self.device_of(path)
-        device.annotate(block=f"{self.name} {path or 'remainder'}")
+        device.annotate(block=f"{self.name} {path or 'unblocked'}")
         return self.backing_store.copy(path, buffer, device)
 
     def evict(self, path: str) -> None:
@@ -414,12 +415,15 @@ class Residency:
 
 
 def _devices(numbers: ComponentNumbers, device: Device) -> tuple[Device, dict[str, Device]]:
-    """Of ``device`` and its helpers: the one of the component, and of its blocks that compute
-    elsewhere."""
+    """Of ``device`` and its secondary devices: the one of the component, and of its blocks that
+    compute elsewhere."""
     elsewhere = {
-        path: device.every[of.helper] for of in numbers.groups if of.helper for path in of.blocks
+        path: device.every[of.secondary]
+        for of in numbers.groups
+        if of.secondary
+        for path in of.blocks
     }
-    return device.every[numbers.variants[0].helper], elsewhere
+    return device.every[numbers.variants[0].secondary], elsewhere
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -449,7 +453,7 @@ def _refuse_other_module(
 ) -> None:
     for k, block_bytes in zip(numbers.groups, numbers.variants[0].block_bytes, strict=True):
         for layout in (layouts[path] for path in k.blocks):
-            block = f"{numbers.name}: block {layout.path or 'remainder'!r}"
+            block = f"{numbers.name}: block {layout.path or 'unblocked'!r}"
             if (found := round_up(layout.nbytes, ALLOCATION_BYTES)) > block_bytes:
                 raise InputError(
                     f"{block} has {found} bytes, but the problem says {block_bytes}: "

@@ -19,13 +19,13 @@ import torch
 from graphrun.errors import BrokenPlan, OutOfMemory
 from graphrun.model.plan import Plan, slot_text
 from graphrun.model.problem import Problem
+from graphrun.model.simulation import SlotReport
 from graphrun.model.solution import Solution
-from graphrun.model.splits import crossings
+from graphrun.model.splits import transfers
 from graphrun.modules.interceptor import CallInterceptor
 from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.trees import computing_on, walk
 from graphrun.ops import Stages
-from graphrun.runtime.crossing import call_split, moved
 from graphrun.runtime.cursor import SlotCursor
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.events import EventRecorder
@@ -33,6 +33,7 @@ from graphrun.runtime.host import Host
 from graphrun.runtime.leftovers import leftovers
 from graphrun.runtime.slot import OpenSlot
 from graphrun.runtime.spilled import Values
+from graphrun.runtime.transfer import call_split, moved
 from graphrun.trace import SlotTrace, Tier, Trace
 from graphrun.units import show_size
 
@@ -72,6 +73,11 @@ class Replan(Protocol):
         ``live_bytes`` of other tensors."""
 
 
+def planned_peaks(slots: Sequence[SlotReport]) -> list[tuple[int, ...]]:
+    """Planned peak bytes of each slot, on the device and on each secondary device."""
+    return [(slot.peak_bytes, *slot.secondary_peaks) for slot in slots]
+
+
 @dataclass(frozen=True)
 class Setting:
     """What all runs of a session share. ``problem`` is the plan's problem with the plan's choices
@@ -108,14 +114,14 @@ class Run:
         progress: Progress | None,
     ) -> None:
         self._setting, self._device, self._host = setting, setting.device, setting.host
-        self._peaks, self.progress = peaks, progress
+        self.progress = progress
         self._recorder = EventRecorder(self._device)
         self._values = Values(self._device, None)
         self._measured: set[str] = set()  # quantized components whose size was measured
         self._slots: list[SlotTrace] = []
         self._open: OpenSlot | None = None
         self._closed = False  # whether that is closed
-        self._follow(setting.problem, plan)
+        self._follow(setting.problem, plan, peaks)
         # on the device since an earlier phase or run
         self._cached_bytes = setting.host.cached_bytes
         self._before = self._tiers()  # bytes by memory tier
@@ -123,8 +129,9 @@ class Run:
         # total
         self._at_failure = [(0, 0)] * len(self._device.every)
 
-    def _follow(self, problem: Problem, plan: Plan) -> None:
+    def _follow(self, problem: Problem, plan: Plan, peaks: Sequence[Sequence[int]]) -> None:
         self._problem, self._plan, self._cursor = problem, plan, SlotCursor(problem, plan)
+        self._peaks = peaks
         self._variants = {numbers.name: numbers.variants[0] for numbers in problem.components}
 
     @property
@@ -217,10 +224,10 @@ class Run:
         )
         limit_bytes, *limits = self._setting.limits
         with contextlib.ExitStack() as stack:
-            for helper, of, limit in zip(
-                device.helpers, self._problem.helpers, limits, strict=False
+            for secondary, of, limit in zip(
+                device.secondaries, self._problem.secondaries, limits, strict=False
             ):
-                stack.enter_context(helper.session(of.effective_bytes, limit))
+                stack.enter_context(secondary.session(of.effective_bytes, limit))
             cap_bytes = self._problem.effective_bytes
             stack.enter_context(
                 device.session(cap_bytes + foreign_bytes, limit_bytes + foreign_bytes)
@@ -271,7 +278,7 @@ class Run:
         """
         self._clear_attributes()
         after = self._open.index + 1 if self._open is not None else 0
-        for number, device in enumerate(self._device.every[: len(self._problem.helpers) + 1]):
+        for number, device in enumerate(self._device.every[: len(self._problem.secondaries) + 1]):
             available, needed = (
                 device.available_bytes,
                 max((peaks[number] for peaks in self._peaks[after:]), default=0),
@@ -302,8 +309,8 @@ class Run:
             proceed = _cast(proceed, *self._host.casts[component])
         if component in self._setting.slowdowns:
             result = self._run_on_cpu(component, proceed, args, kwargs)
-        elif (helper := self._variants[component].helper) > 0:
-            result = self._run_on_helper(self._device.every[helper], proceed, args, kwargs)
+        elif (secondary := self._variants[component].secondary) > 0:
+            result = self._run_on_secondary(self._device.every[secondary], proceed, args, kwargs)
         else:
             residency = self._host.residencies[component]
             stays = self._stays(component) if residency.splits else {}
@@ -331,7 +338,7 @@ class Run:
         return {
             numbers.groups[k].blocks[i]: of.stay
             for use in uses
-            for (k, i), of in crossings(use, numbers).items()
+            for (k, i), of in transfers(use, numbers).items()
         }
 
     def _slots_to_open(
@@ -351,7 +358,7 @@ class Run:
         self._host.evict()
         self._release_cached()
         solution = replan.plan_from(component, entry, args, kwargs, self._device.allocated_bytes)
-        self._follow(solution.chosen, solution.plan)
+        self._follow(solution.chosen, solution.plan, planned_peaks(solution.simulation.slots))
         return self._cursor.enter(component)
 
     def _read_weight(self, component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -384,17 +391,17 @@ class Run:
             self._interceptor.device = device
         return walk(result, lambda tensor: tensor.to(device))
 
-    def _run_on_helper(
-        self, helper: Device, proceed: Proceed, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _run_on_secondary(
+        self, secondary: Device, proceed: Proceed, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs the component on ``helper``: copies there what it gets from the device, once each,
-        and what it returns back."""
+        """Runs the component on ``secondary``: copies there what it gets from the device, once
+        each, and what it returns back."""
         assert self._interceptor is not None
-        device, there = self._device.torch_device, helper.torch_device
+        device, there = self._device.torch_device, secondary.torch_device
         arguments = computing_on(there, *moved((args, kwargs), device, there))
         self._interceptor.device = there
         try:
-            with helper.current():
+            with secondary.current():
                 result = proceed(*arguments[0], **arguments[1])
         finally:
             self._interceptor.device = device
@@ -403,13 +410,18 @@ class Run:
     def annotate(self, error: OutOfMemory) -> None:
         """Sets the fields of ``error``: the device and the slot in which it happened, its planned
         bytes and its measured bytes."""
-        error.helper = next(
-            (n for n, helper in enumerate(self._device.helpers, 1) if helper.refused(error)), 0
+        error.secondary = next(
+            (
+                n
+                for n, secondary in enumerate(self._device.secondaries, 1)
+                if secondary.refused(error)
+            ),
+            0,
         )
-        error.peak_bytes, error.available_bytes = self._at_failure[error.helper]
+        error.peak_bytes, error.available_bytes = self._at_failure[error.secondary]
         if self._open is not None:
             error.phase, error.part = self._open.slot.phase, self._open.slot.part
-            error.planned_bytes = self._peaks[self._open.index][error.helper]
+            error.planned_bytes = self._peaks[self._open.index][error.secondary]
 
     def _advance(self, indices: Sequence[int]) -> None:
         """Closes the open slot and opens the slots ``indices`` one after another."""
@@ -429,16 +441,29 @@ class Run:
         if self._open is not None and not self._closed:
             closed = self._open.close()
             self._closed = True
-            self._slots.append(
-                replace(closed, peak_bytes=max(0, closed.peak_bytes - self._cached_bytes))
-            )
+            peak_bytes = max(0, closed.peak_bytes - self._cached_bytes)
+            planned = self._planned_with_others(self._peaks[self._open.index])
+            self._slots.append(replace(closed, peak_bytes=peak_bytes, planned_peaks=planned))
+
+    def _planned_with_others(self, peaks: Sequence[int]) -> tuple[int, ...]:
+        """``peaks`` of a slot, each with the bytes on its device that are not the plan's: those
+        before the run, and blocks of components that the plan does not use."""
+        residencies = self._host.residencies.items()
+        others = [residency for name, residency in residencies if name not in self._variants]
+        return tuple(
+            peak
+            + self._before[f"device{number or ''}"]
+            + sum(other.loaded_bytes(self._device.every[number]) for other in others)
+            for number, peak in enumerate(peaks)
+        )
 
     def _report_progress(self) -> None:
         if self.progress is not None and self._open is not None:
             self.progress(self._open.index, self._open.calls, self._open.slot.calls)
 
     def _release(self) -> None:
-        """Waits for copies under way, removes hooks and frees rings, also after a failure."""
+        """Waits for copies under way, removes hooks and frees ring buffers, also after a
+        failure."""
         try:
             # A device in an error state cannot be synchronized. The original error is raised
             # already.

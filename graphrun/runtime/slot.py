@@ -1,14 +1,14 @@
 """Performs the actions of one slot of a plan.
 
     it opens     drop | evict | reset peak | spill and restore | begin reads | allocate loads and
-    rings | issue copies calls run    a block waits for its own copy, and a component on the CPU for
-    the read of its backing store it closes    issue the remaining prefetch | barrier | release
-    rings and hooks | measure
+    ring buffers | issue copies calls run    a block waits for its own copy, and a component on the
+    CPU for the read of its backing store it closes    issue the remaining prefetch | barrier |
+    release ring buffers and hooks | measure
 
 Prefetch means loads for a later slot. Every copy is in the plan, and the loads that the slot
 computes with are issued before prefetch. Where a component is streamed, prefetch is issued in step
-with its streamed blocks, each time its ring is full. So it uses time in which the copy stream would
-be idle."""
+with its streamed blocks, each time its ring buffer is full. So it uses time in which the copy
+stream would be idle."""
 
 from __future__ import annotations
 
@@ -177,8 +177,8 @@ class OpenSlot:
                 recorder.note(kind, name, path, nbytes, marks)
         for stream in ("copy", "disk", "lock"):
             device.wait("compute", device.mark(stream))
-        for helper in device.helpers:
-            device.wait("compute", helper.mark("copy"))
+        for secondary in device.secondaries:
+            device.wait("compute", secondary.mark("copy"))
         end = device.mark("compute")
         for each in reversed(device.every):
             each.barrier()
@@ -195,12 +195,12 @@ class OpenSlot:
             end_seconds=recorder.seconds(end),
             host_bytes=device.arenas.peak_bytes("arenas"),
             locked_bytes=device.arenas.peak_bytes("pinned"),
-            helper_peaks=tuple(helper.peak_bytes for helper in device.helpers),
+            secondary_peaks=tuple(secondary.peak_bytes for secondary in device.secondaries),
         )
 
     def release(self) -> None:
-        """Removes hooks and frees rings, and waits for reads that no copy needs any more. Loaded
-        blocks stay on the device."""
+        """Removes hooks and frees ring buffers, and waits for reads that no copy needs any more.
+        Loaded blocks stay on the device."""
         for streamer in self._streamers.values():
             streamer.release()
         self._streamers.clear()
@@ -265,7 +265,7 @@ class OpenSlot:
             order=[path for _, path in order],
             loads=[path for residency, path in loads if residency.name == component],
             streamed=[(path, calls[k]) for k, path in order if calls[k] and path not in kept],
-            ring_bytes=action.ring_bytes if action else 0,
+            ring_buffer_bytes=action.ring_buffer_bytes if action else 0,
         )
 
     def _pace(self) -> None:

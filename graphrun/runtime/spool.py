@@ -171,7 +171,7 @@ def _write(file: Path, layouts: dict[str, BlockLayout], writer: Writer) -> dict[
     Returns block -> file offset."""
     header, begin = dict[str, Any](), 0
     for path, layout in layouts.items():
-        header[path or "remainder"] = {
+        header[path or "unblocked"] = {
             "dtype": "U8",
             "shape": [layout.nbytes],
             "data_offsets": [begin, begin + layout.nbytes],

@@ -1,12 +1,13 @@
 """Copies the blocks of one component to the device while it runs: streamed ones through a staging
-ring, and those that the slot loads and keeps. The plan sets the blocks and the size of the ring.
+ring buffer, and those that the slot loads and keeps. The plan sets the blocks and the size of the
+ring buffer.
 
-A pass is one copy of a block into the ring and one run of it.
+A pass is one copy of a block into the ring buffer and one run of it.
 
     queue    load 0   pass 1   load 2   pass 3   pass 1   pass 3 ...     passes in call order,
-    repeated; each load once ring               | 1      | 3   |
-    copies are issued ahead while the ring has free bytes hooks    before 1: issue its copy, compute
-    waits for it, bind tensors     after 1: unbind tensors, mark, issue more copies
+    repeated; each load once ring buffer               | 1      | 3   | copies are issued ahead
+    while the ring buffer has free bytes hooks    before 1: issue its copy, compute waits for it,
+    bind tensors     after 1: unbind tensors, mark, issue more copies
 
 All copies are issued in the order of use. The host waits only for the read of a block that compute
 has reached: where the next block is not in RAM yet, its read is begun, and its copy is issued in a
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 import torch
 
 from graphrun.errors import BrokenPlan
-from graphrun.model.ring import Ring, RingSlot
+from graphrun.model.ring_buffer import RingBuffer, RingSlot
 from graphrun.modules.compiled import Handle, hook_around, outermost_compiled
 from graphrun.runtime.devices.device import Mark
 from graphrun.runtime.events import EventRecorder
@@ -35,8 +36,8 @@ from graphrun.runtime.residency import Residency
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """A block whose copy was issued: number of its placement in the ring, its buffer, and the mark
-    after its copy."""
+    """A block whose copy was issued: number of its placement in the ring buffer, its buffer, and
+    the mark after its copy."""
 
     number: int
     path: str
@@ -53,7 +54,7 @@ class Streaming:
     loads: Sequence[str]  # blocks that the slot loads and keeps, already allocated
     # (block, calls of the slot in which it runs); a layer that runs twice in a call, twice
     streamed: Sequence[tuple[str, int]]
-    ring_bytes: int
+    ring_buffer_bytes: int
 
 
 class Streamer:
@@ -77,8 +78,8 @@ class Streamer:
         self._paths = [path for path, _ in streaming.streamed]
         self._limit = sum(calls for _, calls in streaming.streamed)  # passes that the slot expects
         self._loads = _loads_before(streaming)
-        self._ring = Ring(streaming.ring_bytes)
-        self._buffer = self._device.allocate(streaming.ring_bytes) if self._paths else None
+        self._ring_buffer = RingBuffer(streaming.ring_buffer_bytes)
+        self._buffer = self._device.allocate(streaming.ring_buffer_bytes) if self._paths else None
         self.streamed_bytes = 0  # issued so far
         self.waiting = False  # whether the next copy waits for the read of its block
         self._issued: deque[_Pass] = deque()
@@ -86,7 +87,7 @@ class Streamer:
         self._due_reached = False  # whether compute has reached the due pass
         self._next = 0  # the pass whose copy is issued next
         self._placements = 0
-        # ring slot of the next pass, which may wait for blocks in it to finish
+        # ring buffer slot of the next pass, which may wait for blocks in it to finish
         self._reserved: RingSlot | None = None
         self._done: dict[
             int, Mark | None
@@ -138,8 +139,8 @@ class Streamer:
             self._load_next()
 
     def release(self) -> None:
-        """Removes hooks, unbinds the running block and releases the ring. Call after a barrier or a
-        failure."""
+        """Removes hooks, unbinds the running block and releases the ring buffer. Call after a
+        barrier or a failure."""
         for hook in reversed(self._hooks):
             hook.remove()
         self._hooks.clear()
@@ -159,19 +160,19 @@ class Streamer:
         self._load(self._loads.popleft()[1])
 
     def _place(self) -> bool:
-        """Reserves the ring slot of the next pass. False if its copy would overwrite a block that
-        compute has not run yet."""
+        """Reserves the ring buffer slot of the next pass. False if its copy would overwrite a block
+        that compute has not run yet."""
         path, following = (
             self._paths[number % len(self._paths)] for number in (self._next, self._next + 1)
         )
         after = self._residency.nbytes(following) if self._next + 1 < self._limit else 0
-        slot = self._reserved = self._reserved or self._ring.place(
+        slot = self._reserved = self._reserved or self._ring_buffer.place(
             self._residency.nbytes(path), after
         )
         return all(number in self._done for number in slot.released)
 
     def _issue(self) -> None:
-        """Issues the copy of the next pass into its reserved ring slot."""
+        """Issues the copy of the next pass into its reserved ring buffer slot."""
         path, slot = self._paths[self._next % len(self._paths)], self._reserved
         assert slot is not None
         nbytes = self._residency.nbytes(path)
@@ -264,12 +265,12 @@ class Streamer:
             self._due += 1
 
     def _skip(self) -> None:
-        """Skips the due pass, whose copy was not issued. Its ring slot, if it was reserved, stays
-        empty.
+        """Skips the due pass, whose copy was not issued. Its ring buffer slot, if it was reserved,
+        stays empty.
 
-        The copy stream waits for the blocks that were in that slot all the same: the ring no longer
-        tracks them, and the next placement may overlap them although it lies next to the empty
-        slot.
+        The copy stream waits for the blocks that were in that slot all the same: the ring buffer no
+        longer tracks them, and the next placement may overlap them although it lies next to the
+        empty slot.
         """
         if self._reserved is not None:
             self._wait_for(self._reserved)

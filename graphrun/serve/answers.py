@@ -12,6 +12,7 @@ from graphrun.serve.asked import picture_inputs
 from graphrun.serve.jobs import Job
 from graphrun.serve.service import Service
 from graphrun.serve.shares import WHOLE
+from graphrun.trace import verdict
 
 KEPT_PICTURES_BYTES = 2**28  # of pictures that were answered as URLs
 
@@ -157,6 +158,8 @@ def _figures(job: Job) -> dict[str, Any]:
         "measured": (job.begun_at or 0.0) - job.admitted_at,
     }
     peaks = [max(of["peak_bytes"][kind] for of in job.measured) for kind in (0, 1)]
+    notes = [note for measured in job.measured for note in measured["notes"]]
+    overruns = [overrun for measured in job.measured for overrun in measured["overruns"]]
     return {
         "job": job.id,
         "plan": job.measured[-1]["plan"],
@@ -167,5 +170,6 @@ def _figures(job: Job) -> dict[str, Any]:
             for name, pair in stages.items()
         ],
         "peak_bytes": {"planned": peaks[0], "measured": peaks[1]},
-        "notes": [note for of in job.measured for note in of["notes"]],
+        "notes": notes,
+        "verdict": verdict(overruns, len(notes)),
     }

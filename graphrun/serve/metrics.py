@@ -47,6 +47,7 @@ class Metrics:
         )
         self.ready = gauge("ready", "1 where requests are admitted and run")
         self.peak_bytes = gauge("peak_bytes", "Device memory of the last run", "graph", "kind")
+        self.overruns = counter("overruns", "Slots of runs that took more than planned", "graph")
         self.queue_seconds = histogram(
             "queue_seconds", "Seconds of the device's clock in the queue", "kind"
         )

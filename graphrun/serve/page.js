@@ -84,7 +84,8 @@ $("ask").addEventListener("submit", async (event) => {
     const result = await asked(`v1/jobs/${job.id}/result`);
     picture(result.data[0].b64_json, body.prompt);
     figures(result.graphrun);
-    say(`done${result.data[0].seed === undefined ? "" : `, seed ${result.data[0].seed}`}`);
+    const seed = result.data[0].seed;
+    say(`done${seed === undefined ? "" : `, seed ${seed}`}; ${result.graphrun.verdict}`);
   } catch (error) {
     say(error.message, true);
   } finally {

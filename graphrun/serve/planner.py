@@ -94,7 +94,7 @@ def _planned(graph: Any, asked: dict[str, Any], settings: Settings) -> PlannedSh
     if settings.cluster is not None:
         return _placed(graph, asked, settings, settings.cluster)
     problem = _estimate(graph, asked["inputs"], settings)
-    if problem.helpers and asked["share"] != WHOLE:
+    if problem.secondaries and asked["share"] != WHOLE:
         raise InputError("graphs have several devices in turn, not in shares")
     budgets = {} if asked["share"] == WHOLE else share_of(problem, asked["share"])
     if budgets:
@@ -181,9 +181,9 @@ def _together(
             and len(totals) > 1
         ):
             # of values between the segments
-            crossing = (schedule.seconds - sum(totals)) / MOST_TOGETHER / len(totals)
+            transfer = (schedule.seconds - sum(totals)) / MOST_TOGETHER / len(totals)
             pairs = ((segment.total(1)[0], segment.total(2)[0]) for segment in schedule.segments)
-            seconds = [(first + crossing, both - first + crossing) for first, both in pairs]
+            seconds = [(first + transfer, both - first + transfer) for first, both in pairs]
             return {
                 segment.stages: pair
                 for segment, pair in zip(schedule.segments, seconds, strict=True)

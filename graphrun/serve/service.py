@@ -544,6 +544,7 @@ class Service:
         for kind, nbytes in zip(("planned", "measured"), content["peak_bytes"], strict=True):
             self.metrics.peak_bytes.labels(job.asked.graph, kind).set(nbytes)
         self.metrics.pictures.labels(job.asked.graph).inc()
+        self.metrics.overruns.labels(job.asked.graph).inc(len(content["overruns"]))
         job.pictures += [path.read_bytes() for path in content["files"]]
         job.measured.append(content)
         self._arrange(job.asked.graph)

@@ -2,8 +2,8 @@
 of them in turn. Pure.
 
     runs of late     A B A B B A C ... {}               each in turn: whoever runs has all of the
-    budgets, and every change of graph loads weights anew {A: .5, B: .5}   A and B find their
-    weights and stream more; C takes everything, and both load anew after it
+    budgets, and every change of graph loads weights again {A: .5, B: .5}   A and B find their
+    weights and stream more; C takes everything, and both load again after it
 
 Shares are of VRAM, RAM, page-locked RAM and disk alike, and add up to 1 at most: each graph is
 planned within its own, so that all of them are within the budgets whoever runs.

@@ -27,7 +27,7 @@ from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
 from graphrun.report.outputs import made_of, save_outputs
 from graphrun.runtime.host import Host
-from graphrun.trace import Trace
+from graphrun.trace import Overrun, Trace
 
 PREVIEW_SECONDS = 0.5  # at least, from one preview to the next
 
@@ -54,6 +54,7 @@ class Measured:
     peak_bytes: tuple[int, int] = (0, 0)
     plan: str = ""
     notes: tuple[str, ...] = ()
+    overruns: tuple[Overrun, ...] = ()
 
     def add(self, trace: Trace, solution: Solution, again: bool, others_bytes: int) -> None:
         """Adds a run by ``solution``. ``again``: it found the weights of the run before.
@@ -81,6 +82,7 @@ class Measured:
         )
         self.peak_bytes = max(self.peak_bytes[0], peaks[0]), max(self.peak_bytes[1], peaks[1])
         self.plan, self.notes = solution.plan.digest, (*self.notes, *trace.notes)
+        self.overruns += trace.overruns
 
 
 def saved(
@@ -96,10 +98,8 @@ def saved(
     pictures = {name: value for name, value in outputs.items() if graph.kinds()[name] == "image"}
     about = made_of(graph.name, asked.inputs, problem, version)
     files = save_outputs(pictures, asked.folder / f"picture{asked.suffix}", made_of=about)
-    told = {
-        name: getattr(measured, name)
-        for name in ("stages", "seconds", "peak_bytes", "plan", "notes")
-    }
+    names = ("stages", "seconds", "peak_bytes", "plan", "notes", "overruns")
+    told = {name: getattr(measured, name) for name in names}
     return {"files": list(files), **told}
 
 

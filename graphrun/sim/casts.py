@@ -122,7 +122,7 @@ class _Redirected:
         with shared._lock:
             if not shared._entered:
                 shared._original = tuple(getattr(autocast, name) for name in _METHODS)
-                for name, method in zip(_METHODS, (_construct, _enter, _exit), strict=True):
+                for name, method in zip(_METHODS, _REPLACEMENTS, strict=True):
                     setattr(autocast, name, method)
             shared._entered += 1
 
@@ -168,3 +168,6 @@ def _exit(autocast: Any, *error: Any) -> Any:
     if contexts := vars(autocast).get("graphrun_casts"):
         contexts.pop().close()
     return _Redirected._original[2](autocast, *error)
+
+
+_REPLACEMENTS: tuple[Any, ...] = (_construct, _enter, _exit)

@@ -62,7 +62,7 @@ class Pages(Protocol):
 
 
 class Allocation:
-    """One counted storage, held as an attribute of it, so it is released with the last view. 0
+    """One counted storage, stored as an attribute of it, so it is released with the last view. 0
     bytes: not counted."""
 
     __slots__ = ("key", "machine", "nbytes")

@@ -160,13 +160,7 @@ def _copy(destination: Any, source: Any, non_blocking: bool = False) -> Any:
 
 def _item(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``item()``: a copy of one element to the host."""
-    raw = args[0].raw
-    machine = args[0].allocation.machine
-    machine.copy_out(raw.dtype.itemsize)
-    if machine.ordering is not None:
-        machine.ordering.operator("aten::item", machine.agent(), (raw,), ())
-        machine.ordering.join(machine.agent())
-    return func(raw)
+    return args[0].item()
 
 
 def _resize_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

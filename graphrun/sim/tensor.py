@@ -102,16 +102,16 @@ class SimTensor(torch.Tensor):
         return self._read("aten::item", self.raw.dtype.itemsize).item()
 
     def __float__(self) -> float:
-        return float(self._read("aten::item", self.raw.dtype.itemsize))
+        return float(self.item())
 
     def __int__(self) -> int:
-        return int(self._read("aten::item", self.raw.dtype.itemsize))
+        return int(self.item())
 
     def __bool__(self) -> bool:
-        return bool(self._read("aten::item", self.raw.dtype.itemsize))
+        return bool(self.item())
 
     def __index__(self) -> int:
-        return operator.index(self._read("aten::item", self.raw.dtype.itemsize))
+        return operator.index(self.item())
 
     def tolist(self) -> Any:
         """The elements as nested lists, after a copy to the host (PyTorch's own method refuses

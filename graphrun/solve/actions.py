@@ -79,7 +79,7 @@ def _run(
     """The slots of ``intervals`` and the end slot. Blocks per group: ``held`` are present before,
     ``stay`` after them."""
     components, slots = program.problem.components, list[Slot]()
-    streamed, rings = program.streamed(choice), program.ring_bytes(choice)
+    streamed, ring_buffers = program.streamed(choice), program.ring_buffer_bytes(choice)
     for t in intervals:
         interval, present, after = (
             program.intervals[t],
@@ -105,7 +105,9 @@ def _run(
         numbers = {component.name: c for c, component in enumerate(components)}
         for c in (numbers[use.component] for use in phase.uses):
             if streamed[t, program.groups_of[c]].any():
-                actions.append(Stream(components[c].name, keeps.get(c, ()), int(rings[t, c])))
+                actions.append(
+                    Stream(components[c].name, keeps.get(c, ()), int(ring_buffers[t, c]))
+                )
         following = [
             numbers[use.component]
             for later in program.problem.phases[interval.phase :]

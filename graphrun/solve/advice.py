@@ -48,7 +48,11 @@ _Proposal = tuple[str, tuple[tuple[str, str], ...], Problem, bool]
 
 def _proposals(problem: Problem) -> Iterator[_Proposal]:
     capacity = problem.hardware.capacity_bytes
-    if problem.budget_bytes < capacity and problem.hardware.device != "sim" and not problem.helpers:
+    if (
+        problem.budget_bytes < capacity
+        and problem.hardware.device != "sim"
+        and not problem.secondaries
+    ):
         yield (
             "all of the card",
             (("--vram", str(capacity)),),

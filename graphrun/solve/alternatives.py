@@ -106,7 +106,7 @@ def _with_other_variants(solution: Solution, component: ComponentNumbers) -> Ite
     for variant in component.variants:
         if variant.name != planned:
             permission = variant.needs if variant.needs not in problem.allow else ""
-            only = component.held_as(variant.name)
+            only = component.stored_as(variant.name)
             components = tuple(
                 only if other.name == component.name else other for other in problem.components
             )

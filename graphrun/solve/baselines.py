@@ -3,18 +3,18 @@ be slower than. Uses no solver.
 
     resident     every component is loaded before its first phase and stays to the end one by one
     before each phase, components that it does not use are evicted and those it uses are loaded
-    whole streamed     no streamable block stays: all of them pass through the ring in every call
-    single K     one by one, but K blocks of each group of the largest component stay and the others
-    are streamed; components that
+    whole streamed     no streamable block stays: all of them pass through the ring buffer in every
+    call single K     one by one, but K blocks of each group of the largest component stay and the
+    others are streamed; components that
                  do not fit are streamed
 
-A ring holds two of the largest streamed block, or one where otherwise nothing fits.
+A ring buffer holds two of the largest streamed block, or one where otherwise nothing fits.
 
 A device map is a further strategy: given numbers of blocks stay for the whole run, the others are
 streamed.
 
     kept     # # # # # # # #      from the first slot to the last others     ~ ~       ~ ~
-    through the ring in every call; loaded for a phase where they cannot be streamed
+    through the ring buffer in every call; loaded for a phase where they cannot be streamed
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def only_blocks_to_choose(problem: Problem) -> bool:
         problem, tuple(usable(problem, number)[0] for number in range(len(problem.components)))
     )
     variants = [component.variants[0] for component in only.components]
-    if any(variant.helper for variant in variants):
+    if any(variant.secondary for variant in variants):
         return False
     if problem.runs > 1 and not all(variant.movable for variant in variants):
         return False

@@ -37,7 +37,8 @@ from graphrun.verify.simulate import simulate
 from graphrun.verify.solution import checked_solution
 
 ROUNDS = 3  # large programs, and of many runs: one
-# ring depths to try where compute waits for a ring of two blocks; of many runs, the first
+# ring buffer depths to try where compute waits for a ring buffer of two blocks; of many runs, the
+# first
 DEEPER = (
     3,
     4,
@@ -104,9 +105,9 @@ def find(
 
 
 def find_near(problem: Problem, known: Found) -> Found | None:
-    """A plan with the stage order, options, variants, granularity and depth of rings of ``known``
-    that keeps nearly as many blocks in every slot and takes at most TOLERANCE of its time; None
-    where there is none. A fraction of the time of `find`.
+    """A plan with the stage order, options, variants, granularity and depth of ring buffers of
+    ``known`` that keeps nearly as many blocks in every slot and takes at most TOLERANCE of its
+    time; None where there is none. A fraction of the time of `find`.
 
     ``problem`` differs from that of ``known`` in budgets and in what is set aside."""
     if (
@@ -165,9 +166,9 @@ def _seconds(found: Found) -> float:
 
 def _worth_splitting(found: Solution) -> tuple[str, Formulation] | None:
     """The largest component that can be split into layers, if a faster plan with the choices of
-    ``found`` is then possible: smaller rings leave more memory for resident blocks, and weights
-    outside of blocks need no longer be loaded all at once before a slot. Also the formulation that
-    tells."""
+    ``found`` is then possible: smaller ring buffers leave more memory for resident blocks, and
+    weights outside of blocks need no longer be loaded all at once before a slot. Also the
+    formulation that tells."""
     problem = found.problem
     if not (names := smaller_as_layers(problem)):
         return None
@@ -244,7 +245,7 @@ def _solve_as_split(
         return None
     pairs = [(first, found[first.number])]
     if (
-        first.large and problem.helpers
+        first.large and problem.secondaries
     ):  # found within a gap, in which a plan for the first device alone may be faster
         alone = [
             replace(each, program=of)
@@ -273,7 +274,7 @@ def _refined(
 ) -> tuple[Program, _Candidate]:
     """The best plan for the chosen stage order, options and variants. Solves again, with higher
     copy times for the slots in question, while the simulator needs longer than predicted and than
-    ``enough``; then tries deeper rings and baselines."""
+    ``enough``; then tries deeper ring buffers and baselines."""
     variants, choice = simplest_variants(
         first.program.problem,
         tuple(variant_choice.index for variant_choice in first.program.variant_choices),
@@ -316,7 +317,7 @@ def _refined(
             f"the planner made a plan that breaks its rules, which is a bug: {broken[0]}"
         )
     for others in (
-        _deeper_rings(program, best.choice),
+        _deeper_ring_buffers(program, best.choice),
         _baseline_choices(program) if baselines else (),
     ):
         for choice in others:
@@ -348,9 +349,9 @@ class _Candidate:
         )
 
 
-def _deeper_rings(program: Program, choice: Choice) -> Iterator[Choice]:
-    """Choices with deeper rings: ``choice`` itself where its headroom allows, and the best choice
-    with such rings."""
+def _deeper_ring_buffers(program: Program, choice: Choice) -> Iterator[Choice]:
+    """Choices with deeper ring buffers: ``choice`` itself where its headroom allows, and the best
+    choice with such ring buffers."""
     for depth in DEEPER[:1] if many_runs(program.problem) else DEEPER:
         if not program.excess_bytes(
             wider := replace(choice, depths=np.maximum(depth, choice.depths))

@@ -94,7 +94,7 @@ def frontier(
     share the plan for all of it.
     """
     least_bytes, asked = smallest_budget(problem) if not device else 0, list(budgets)
-    most = (problem.helpers[device - 1] if device else problem).hardware.capacity_bytes
+    most = (problem.secondaries[device - 1] if device else problem).hardware.capacity_bytes
     points, best, at_most = dict[int, Point](), None, None
     for budget in sorted(set(asked)):
         of = at_budget(problem, budget, device)
@@ -150,7 +150,7 @@ def curve_ends(problem: Problem) -> tuple[int, int]:
         for component in problem.components
     )
     slots = max(
-        (max(p.first_bytes, p.steady_bytes) + p.live_in_bytes for p in problem.phases), default=0
+        (max(p.first_bytes, p.steady_bytes) + p.input_bytes for p in problem.phases), default=0
     )
     whole = problem.overhead_bytes + weights + slots + sum(value.nbytes for value in problem.values)
     return least, max(least, min(whole, problem.hardware.capacity_bytes))
@@ -160,10 +160,12 @@ def at_budget(problem: Problem, nbytes: int, device: int = 0) -> Problem:
     """``problem`` with a VRAM budget of ``nbytes`` for device number ``device``."""
     if not device:
         return replace(problem, budget_bytes=nbytes)
-    helpers = enumerate(problem.helpers, 1)
+    secondaries = enumerate(problem.secondaries, 1)
     return replace(
         problem,
-        helpers=tuple(replace(of, budget_bytes=nbytes) if n == device else of for n, of in helpers),
+        secondaries=tuple(
+            replace(of, budget_bytes=nbytes) if n == device else of for n, of in secondaries
+        ),
     )
 
 
@@ -183,7 +185,7 @@ def _point(
     )
     slots = (*found.slots, *found.again)
     peak_bytes = (
-        max(slot.helper_peaks[device - 1] for slot in slots) if device else found.peak_bytes
+        max(slot.secondary_peaks[device - 1] for slot in slots) if device else found.peak_bytes
     )
     return Point(
         *least, solution, found.total_seconds, compute, peak_bytes, found.total_moved_bytes, device

@@ -123,7 +123,7 @@ def _no_larger(problem: Problem, component: ComponentNumbers, least: Least) -> b
 
 def _device_minimum(problem: Problem, component: ComponentNumbers, by_layer: bool) -> list[int]:
     """Per usable variant, the least device memory with which every phase can use ``component``:
-    blocks that cannot be streamed, a ring for the largest other block, activation."""
+    blocks that cannot be streamed, a ring buffer for the largest other block, activation."""
     of = component.layers if by_layer and component.layers is not None else component
     uses = [
         (phase, use)

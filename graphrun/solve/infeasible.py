@@ -84,7 +84,7 @@ class Infeasible(GraphrunError):
     def _message(self) -> str:
         lines = [
             f"{need.phase} {need.part} needs {typed_size(need.total_bytes)} = {typed_size(need.weights_bytes)} fixed weights"
-            f" + {typed_size(need.ring_bytes)} ring + {typed_size(need.activation_bytes)} activation"
+            f" + {typed_size(need.ring_buffer_bytes)} ring buffer + {typed_size(need.activation_bytes)} activation"
             f" + {typed_size(need.values_bytes)} values > {typed_size(need.available_bytes, down=True)}"
             for need in self.needs
         ]

@@ -126,16 +126,18 @@ def with_ample_device(problem: Problem) -> Problem:
         max((c.weight_bytes(v) for v in range(len(c.variants))), default=0)
         for c in problem.components
     )
-    rings = sum(2 * max(b for v in c.variants for b in v.block_bytes) for c in problem.components)
+    ring_buffers = sum(
+        2 * max(b for v in c.variants for b in v.block_bytes) for c in problem.components
+    )
     phases = (*problem.phases, *(phase for option in problem.options for phase in option.phases))
     scratch = max((v.scratch_bytes for c in problem.components for v in c.variants), default=0)
     activation = max(
-        (max(p.first_bytes, p.steady_bytes) + p.live_in_bytes for p in phases), default=0
+        (max(p.first_bytes, p.steady_bytes) + p.input_bytes for p in phases), default=0
     )
     rounding = sum(512 * len(k.blocks) for c in problem.components for k in c.groups)
     total = (
         most
-        + rings
+        + ring_buffers
         + scratch
         + activation
         + rounding

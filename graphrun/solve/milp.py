@@ -54,10 +54,10 @@ NEAR = 3.0  # blocks by which a group may differ from a known choice
 class Formulation:
     """Rows and columns of ``program``. ``factors[t]`` multiplies the copy times of interval t,
     empty: 1; ``margins``: bytes to keep free; ``minimised_tier``: host tier whose bytes are to be
-    minimised; ``depth``: blocks a ring holds at once, unless single-buffered; ``leaves``: blocks
-    per group to be on the device at the end; ``near``: a choice of a program with the same groups
-    and intervals, from which K and d differ by at most NEAR, where no component is split into
-    layers.
+    minimised; ``depth``: blocks a ring buffer holds at once, unless single-buffered; ``leaves``:
+    blocks per group to be on the device at the end; ``near``: a choice of a program with the same
+    groups and intervals, from which K and d differ by at most NEAR, where no component is split
+    into layers.
 
     Goals, in scaled units: ``seconds``; ``copying``, seconds of copying blocks; ``moved``, bytes
     copied; ``memory``, the peak plus a little of the mean, so that nothing is loaded earlier than
@@ -102,14 +102,14 @@ class Formulation:
         self._spills = [model.binary() for _ in program.spill_gaps]
         seconds, moved, copying, occupied, singles = [], [], [], [], dict[int, float]()
         for t, interval in enumerate(intervals):
-            copies, rings = self._add_groups(t)
+            copies, ring_buffers = self._add_groups(t)
             seconds.append(interval.weight * self._time(t, copies))
-            used = self._device_use(t, rings)
+            used = self._device_use(t, ring_buffers)
             model.add(
                 used + self._margin("device", t) / self.bytes_unit <= MEMORY_SCALE,
                 used <= self.peak,
             )
-            occupied += [of * (1e-3 / len(intervals)) for of in (used, *self._add_helpers(t))]
+            occupied += [of * (1e-3 / len(intervals)) for of in (used, *self._add_secondaries(t))]
             for group, copied in zip(program.groups, copies, strict=True):
                 moved.append(copied * (interval.weight * (group.block_bytes / self.bytes_unit)))
                 copying.append(
@@ -197,21 +197,22 @@ class Formulation:
     # ---- Splits
 
     def _add_splits(self) -> None:
-        """Columns of the blocks on helpers, h by segment: those on one helper are in a row."""
+        """Columns of the blocks on secondary devices, h by segment: those on one secondary device
+        are in a row."""
         program, model, problem = self.program, self.model, self.program.problem
         self._moved: dict[
             int, Linear
-        ] = {}  # for each group with a mirror, its blocks on the helper
+        ] = {}  # for each group with a mirror, its blocks on the secondary device
         self._away: dict[int, list[int]] = {}  # for each group, those that may have blocks of it
         self._segments: dict[int, list[Segment]] = {}  # of each variant choice that may be split
         self._h: dict[
             tuple[int, int], list[tuple[Linear, Linear]]
-        ] = {}  # by variant choice and helper: h, and 1 where h > 0
+        ] = {}  # by variant choice and secondary device: h, and 1 where h > 0
         for j, group in enumerate(program.groups):
             if group.mirror < 0:
                 continue
             self._away.setdefault(group.mirror, []).append(j)
-            pair = number, _ = group.variant_choice, group.helper
+            pair = number, _ = group.variant_choice, group.secondary
             if number not in self._segments:
                 self._segments[number] = segments_of(problem, problem.components[group.component])
             if pair not in self._h:
@@ -244,9 +245,9 @@ class Formulation:
                 model.add(total(touched for own in both for _, touched in own) <= 3.0)
 
     def _add_interval(self, own: Sequence[tuple[Linear, Linear]], counts: Sequence[float]) -> None:
-        """Rows that make the blocks on a helper, by segment of ``counts`` blocks, ones in a row:
-        one segment at most begins what others go on with, and those between two others are there
-        entirely."""
+        """Rows that make the blocks on a secondary device, by segment of ``counts`` blocks, ones in
+        a row: one segment at most begins what others go on with, and those between two others are
+        there entirely."""
         model, begins = self.model, list[Linear]()
         for (_, before), (_, touched) in pairwise(own) if len(own) > 2 else ():
             begins.append(model.column())
@@ -276,42 +277,46 @@ class Formulation:
         found, problem = list[Split](), self.program.problem
         for number in numbers:
             component = problem.components[self.program.variant_choices[number].component]
-            pairs = [(helper, own) for (n, helper), own in self._h.items() if n == number]
+            pairs = [(secondary, own) for (n, secondary), own in self._h.items() if n == number]
             counts = {
-                helper: {k: round(moved.at(values)) for k, (moved, _) in enumerate(own)}
-                for helper, own in pairs
+                secondary: {k: round(moved.at(values)) for k, (moved, _) in enumerate(own)}
+                for secondary, own in pairs
             }
             blocks = in_a_row(component, self._segments[number], counts) if pairs else {}
-            found += [(component.name, helper, of) for helper, of in blocks.items()]
+            found += [(component.name, secondary, of) for secondary, of in blocks.items()]
         return tuple(found)
 
-    def _crossing(self, t: int) -> list[Linear]:
-        """Seconds of blocks on helpers in interval ``t``, and of what crosses to them and back."""
+    def _transfer(self, t: int) -> list[Linear]:
+        """Seconds of blocks on secondary devices in interval ``t``, and of what crosses to them and
+        back."""
         program, unit, found = self.program, self.seconds_unit, list[Linear]()
         interval = program.intervals[t]
         phase = program.problem.phases[interval.phase]
-        for (number, helper), own in self._h.items():
+        for (number, secondary), own in self._h.items():
             name = program.problem.components[program.variant_choices[number].component].name
             use = next((use for use in phase.uses if use.component == name), None)
             if use is None or not (calls := use.calls_in(interval.part)):
                 continue
             for j, group in enumerate(program.groups):
-                if group.mirror >= 0 and (group.variant_choice, group.helper) == (number, helper):
+                if group.mirror >= 0 and (group.variant_choice, group.secondary) == (
+                    number,
+                    secondary,
+                ):
                     found.append(
                         self._moved[j] * (program.calls[t, j] * interval.seconds[j] / unit)
                     )
             here = [touched for _, touched in own]
             found += [
                 of * (calls * seconds / unit)
-                for of, seconds in self._tensors(number, helper, use.live_tensors, here)
+                for of, seconds in self._tensors(number, secondary, use.live_tensors, here)
             ]
         return found
 
     def _tensors(
-        self, number: int, helper: int, tensors: Sequence[LiveTensor], here: Sequence[Linear]
+        self, number: int, secondary: int, tensors: Sequence[LiveTensor], here: Sequence[Linear]
     ) -> Iterator[tuple[Linear, float]]:
         """For tensors that are made and got by the same segments: a column that is 1 where they
-        cross to ``helper`` or back, and seconds. ``here``: 1 for each segment with blocks there.
+        cross to ``secondary`` or back, and seconds. ``here``: 1 for each segment with blocks there.
         Between two blocks of one segment nothing crosses."""
         problem = self.program.problem
         # -1: other code
@@ -322,7 +327,7 @@ class Formulation:
         seconds = defaultdict[tuple[Literal["to", "back"], int, frozenset[int]], float](float)
         for row in tensors:
             maker, users = segment[row.maker], frozenset(segment[n] for n in row.users)
-            to, back = problem.crossing_seconds(helper, (row.nbytes, row.nbytes))
+            to, back = problem.transfer_seconds(secondary, (row.nbytes, row.nbytes))
             if others := users - {maker, -1}:
                 seconds["to", maker, others] += to
             if maker >= 0 and users != {maker}:
@@ -468,15 +473,15 @@ class Formulation:
             if t in read and of.read_seconds
         ]
         links = [
-            [of for of, group in zip(load, program.groups, strict=True) if group.helper == n]
-            for n in (0, *program.helpers)
+            [of for of, group in zip(load, program.groups, strict=True) if group.secondary == n]
+            for n in (0, *program.secondaries)
         ]
         model.add(
-            time >= total([*overlapped, *on_cpu, *self._crossing(t)]),
+            time >= total([*overlapped, *on_cpu, *self._transfer(t)]),
             time >= total([*links[0], *spills]),
         )
-        for to_helper in filter(None, links[1:]):
-            model.add(time >= total(to_helper))
+        for to_secondary in filter(None, links[1:]):
+            model.add(time >= total(to_secondary))
         if reads or any(group.disk_seconds for group in program.groups):
             model.add(time >= total([*disk, *reads]))
         for number, of in enumerate(program.variant_choices):
@@ -505,7 +510,7 @@ class Formulation:
 
     def _elsewhere(self, t: int, of: list[int]) -> list[Linear]:
         """Seconds, negative, that the device saves in interval ``t`` with blocks of the groups
-        ``of`` on helpers."""
+        ``of`` on secondary devices."""
         unit, interval = self.seconds_unit, self.program.intervals[t]
         pairs = [(j, away) for j in of for away in self._away.get(j, ())]
         return [
@@ -554,7 +559,7 @@ class Formulation:
         for group, present, loaded in zip(
             program.groups, self.present[t], self.loaded[t], strict=True
         ):
-            if not group.helper:
+            if not group.secondary:
                 used.append((present + loaded) * (group.held_bytes / self.bytes_unit))
         for members in streams.values():
             largest, beside = model.column(), model.column()
@@ -576,19 +581,19 @@ class Formulation:
             [*used, (total([on_device, *absent]) + interval.fixed_bytes) / self.bytes_unit]
         )
 
-    def _add_helpers(self, t: int) -> list[Linear]:
-        """Adds the rows of the helpers' memory in interval ``t``; returns what each of them holds,
-        scaled by its budget."""
+    def _add_secondaries(self, t: int) -> list[Linear]:
+        """Adds the rows of the secondary devices' memory in interval ``t``; returns what each of
+        them holds, scaled by its budget."""
         program, model, found = self.program, self.model, list[Linear]()
         pairs = list(zip(program.groups, self.present[t], self.loaded[t], strict=True))
-        for number, helper in enumerate(program.problem.helpers, 1):
-            unit = max(1, helper.effective_bytes) / MEMORY_SCALE
+        for number, secondary in enumerate(program.problem.secondaries, 1):
+            unit = max(1, secondary.effective_bytes) / MEMORY_SCALE
             used = [
                 (present + loaded) * (group.held_bytes / unit)
                 for group, present, loaded in pairs
-                if group.helper == number
+                if group.secondary == number
             ]
-            nbytes = enumerate(program.intervals[t].helper_bytes)
+            nbytes = enumerate(program.intervals[t].secondary_bytes)
             own = [self.chosen[n] * (of[number - 1] / unit) for n, of in nbytes if of[number - 1]]
             own += [of / unit for of in self._working(t, number)]
             if own:
@@ -598,22 +603,22 @@ class Formulation:
             found.append(total(used))
             if used:
                 model.add(
-                    found[-1] + self._margin(f"helper {number}", t) / unit
-                    <= helper.effective_bytes / unit
+                    found[-1] + self._margin(f"secondary device {number}", t) / unit
+                    <= secondary.effective_bytes / unit
                 )
         return found
 
-    def _working(self, t: int, helper: int) -> list[Linear]:
-        """Bytes beyond weights on ``helper`` in interval ``t`` for each segment that may have
+    def _working(self, t: int, secondary: int) -> list[Linear]:
+        """Bytes beyond weights on ``secondary`` in interval ``t`` for each segment that may have
         blocks there."""
         program, interval = self.program, self.program.intervals[t]
         uses, found = (
             {use.component: use for use in program.problem.phases[interval.phase].uses},
             list[Linear](),
         )
-        for (number, of_helper), own in self._h.items():
+        for (number, of_secondary), own in self._h.items():
             of = program.variant_choices[number]
-            if of_helper == helper and of.component in interval.entered:
+            if of_secondary == secondary and of.component in interval.entered:
                 arguments, n = (
                     block_arguments(
                         uses[program.problem.components[of.component].name].live_tensors
@@ -631,27 +636,28 @@ class Formulation:
         program, interval = self.program, self.program.intervals[t]
         if not interval.rounds:
             return ZERO, ZERO
-        nbytes, glue_bytes = interval.activation_bytes, interval.glue_bytes
+        nbytes, pipeline_code_bytes = interval.activation_bytes, interval.pipeline_code_bytes
         entered = [program.choices_of[c] for c in sorted(interval.entered)]
         if all(len(of) == 1 for of in entered):
             variants = [program.variant_choices[n] for (n,) in entered]
-            device = activation_bytes(nbytes, [of.variant for of in variants], glue_bytes)
+            device = activation_bytes(nbytes, [of.variant for of in variants], pipeline_code_bytes)
             return ONE * float(device), ONE * (
                 0.0 if not entered or any(of.computes for of in variants) else float(nbytes)
             )
         if len(entered) == 1:
             pairs = [(program.variant_choices[n], self.chosen[n]) for n in entered[0]]
             return total(
-                y * float(activation_bytes(nbytes, [of.variant], glue_bytes)) for of, y in pairs
+                y * float(activation_bytes(nbytes, [of.variant], pipeline_code_bytes))
+                for of, y in pairs
             ), total(y * float(nbytes) for of, y in pairs if not of.computes)
-        return self._shared_activation(nbytes, entered, glue_bytes)
+        return self._shared_activation(nbytes, entered, pipeline_code_bytes)
 
     def _shared_activation(
-        self, nbytes: int, entered: list[list[int]], glue_bytes: int
+        self, nbytes: int, entered: list[list[int]], pipeline_code_bytes: int
     ) -> tuple[Linear, Linear]:
         """`_activation` of several components, some with more than one variant. z: any of them
         computes on the device; then the activation is at least ``nbytes`` plus the largest scratch.
-        It is on the host where none computes there or on a helper."""
+        It is on the host where none computes there or on a secondary device."""
         model, unit = self.model, self.bytes_unit
         activation, z = model.column(), model.column(upper=1.0)
         pairs = [[(self.program.variant_choices[n], self.chosen[n]) for n in of] for of in entered]
@@ -664,22 +670,24 @@ class Formulation:
                 if of.variant.device == "device"
             ]
             model.add(
-                z >= here, activation >= total([z * ((nbytes - glue_bytes) / unit), *scratch])
+                z >= here,
+                activation >= total([z * ((nbytes - pipeline_code_bytes) / unit), *scratch]),
             )
             for of, y in each:
                 if of.variant.device != "device" and (extra := float(of.variant.scratch_bytes)):
                     model.add(
                         activation
-                        >= z * ((nbytes - glue_bytes) / unit) + (y + z - 1.0) * (extra / unit)
+                        >= z * ((nbytes - pipeline_code_bytes) / unit)
+                        + (y + z - 1.0) * (extra / unit)
                     )
         somewhere = z
-        if self.program.helpers:
+        if self.program.secondaries:
             somewhere, computing = (
                 model.column(upper=1.0),
                 [total(y for of, y in each if of.computes) for each in pairs],
             )
             model.add(somewhere <= total(computing), *(somewhere >= here for here in computing))
-        return activation * unit + glue_bytes, (ONE - somewhere) * float(nbytes)
+        return activation * unit + pipeline_code_bytes, (ONE - somewhere) * float(nbytes)
 
     def _binds(self, tier: Tier) -> bool:
         limit = self._limit(tier)
@@ -757,7 +765,7 @@ class Formulation:
         groups.sort(
             key=lambda pair: (
                 pair[1].component,
-                pair[1].helper if pair[1].mirror >= 0 else 0,
+                pair[1].secondary if pair[1].mirror >= 0 else 0,
                 pair[1].index,
             )
         )

@@ -58,7 +58,7 @@ def solved(problem: Problem) -> Solution | None:
     assumed.
     """
     found = _solved(problem)
-    known = problem.hardware.basis != "prior" or problem.helpers
+    known = problem.hardware.basis != "prior" or problem.secondaries
     return found if found is None or known or found.gap > LEAST_LOSS else _preferred(problem, found)
 
 
@@ -117,7 +117,7 @@ def with_other_disk(problem: Problem, error: float) -> Problem:
 
 def _solved(problem: Problem) -> Solution | None:
     found, bound = _within_pages(problem)
-    if found is not None and problem.helpers:
+    if found is not None and problem.secondaries:
         return min(found, _on_first_device(problem, found) or found, key=_seconds)
     if found is not None or bound is None:
         return found
@@ -130,10 +130,14 @@ def _solved(problem: Problem) -> Solution | None:
 
 
 def _on_first_device(problem: Problem, known: Solution) -> Solution | None:
-    """The plan that leaves helpers alone: within the gap of ``known`` it may be the faster one."""
+    """The plan that leaves secondary devices alone: within the gap of ``known`` it may be the
+    faster one."""
     found, _ = _within_pages(
         replace(
-            problem, helpers=tuple(replace(helper, budget_bytes=0) for helper in problem.helpers)
+            problem,
+            secondaries=tuple(
+                replace(secondary, budget_bytes=0) for secondary in problem.secondaries
+            ),
         )
     )
     return None if found is None else carried_over(problem, found, known.bound_seconds)
@@ -178,7 +182,7 @@ def _least(problem: Problem) -> Solution | None:
         if found is None or (solution := carried_over(of, found, found.bound_seconds)) is None:
             break
         short = solution.short_of_pages()
-        if all(part for _, part in short):  # helpers keep to their budgets
+        if all(part for _, part in short):  # secondary devices keep to their budgets
             solutions.append(solution)
         if not short:
             break
@@ -237,16 +241,16 @@ def _within_pages(problem: Problem) -> tuple[Solution | None, float | None]:
 def _in_rounds(problem: Problem) -> tuple[Solution | None, float | None]:
     """The first plan that keeps to the budget in pages, None where no round comes to one, and the
     bound, None where nothing fits. A plan is first sought near the one before, of more memory; one
-    as fast as that is not refined. What helpers lack is set aside in every round."""
+    as fast as that is not refined. What secondary devices lack is set aside in every round."""
     first: Solution | None = None
     known: Found | None = None
     reserve = dict[tuple[str, str], int]()
     less = 0
     for number in range(ROUNDS):
-        of_helpers = {key: nbytes for key, nbytes in reserve.items() if not key[1]}
+        of_secondaries = {key: nbytes for key, nbytes in reserve.items() if not key[1]}
         aside, smaller = (
             with_reserve(problem, reserve),
-            with_reserve(_with_less(problem, less), of_helpers),
+            with_reserve(_with_less(problem, less), of_secondaries),
         )
         near = [aside] * (number <= RESERVED) + [smaller] * (number >= RESERVED)
         found = (
@@ -325,8 +329,8 @@ def with_pages_of_least(problem: Problem) -> Problem:
 
 
 def with_reserve(problem: Problem, reserve: Reserve) -> Problem:
-    """``problem`` with ``reserve`` set aside: as activation of the slots that compute, as live-in
-    bytes of load slots, of the budget of helpers."""
+    """``problem`` with ``reserve`` set aside: as activation of the slots that compute, as inputs
+    bytes of load slots, of the budget of secondary devices."""
     if not reserve:
         return problem
 
@@ -336,7 +340,7 @@ def with_reserve(problem: Problem, reserve: Reserve) -> Problem:
         )
         return replace(
             phase,
-            live_in_bytes=phase.live_in_bytes + load,
+            input_bytes=phase.input_bytes + load,
             first_bytes=phase.first_bytes + max(0, first - load),
             steady_bytes=phase.steady_bytes + max(0, steady - load),
         )
@@ -344,13 +348,13 @@ def with_reserve(problem: Problem, reserve: Reserve) -> Problem:
     options = tuple(
         replace(option, phases=tuple(map(more, option.phases))) for option in problem.options
     )
-    helpers = tuple(
+    secondaries = tuple(
         replace(
-            helper,
-            budget_bytes=max(0, helper.budget_bytes - reserve.get((f"device{number}", ""), 0)),
+            secondary,
+            budget_bytes=max(0, secondary.budget_bytes - reserve.get((f"device{number}", ""), 0)),
         )
-        for number, helper in enumerate(problem.helpers, 1)
+        for number, secondary in enumerate(problem.secondaries, 1)
     )
     return replace(
-        problem, phases=tuple(map(more, problem.phases)), options=options, helpers=helpers
+        problem, phases=tuple(map(more, problem.phases)), options=options, secondaries=secondaries
     )

@@ -9,11 +9,11 @@ its own.
 
     y     1 for the chosen variant of a component; exactly one is chosen K     blocks on the device
     at the start of the slot d     blocks loaded during the slot; they stay on the device s     1 if
-    blocks of the group are streamed through the ring in the slot r     1 if the group is
-    single-buffered: the ring has no room for one of its blocks beside the largest, so its copies
-    and its
+    blocks of the group are streamed through the ring buffer in the slot r     1 if the group is
+    single-buffered: the ring buffer has no room for one of its blocks beside the largest, so its
+    copies and its
           compute alternate
-    L, M  bytes of the component's ring: for the largest streamed block, and beside it
+    L, M  bytes of the component's ring buffer: for the largest streamed block, and beside it
     D     seconds of the slot
 
 Constants:
@@ -32,11 +32,11 @@ a variable.
                                             first slot:  x = nb - K steady slot: x = n*(nb - K), and
                                             d = 0 for all groups of the component
 
-    ring            bytes >= L + M     L >= b*s     M >= b*s - b*r: room for a second block of each
-    group, except where r = 1 layers          x = n*p*(nb - K) - (p - 1)*d. K and d are rounded to
-    integers at the end next slot       K' <= K + d: eviction costs nothing. K' = K + d if the
-    variant is not movable. K = 0 in the first slot session         the slots of the first run, then
-    those of one further run, whose seconds count R - 1 times. The further run
+    ring buffer            bytes >= L + M     L >= b*s     M >= b*s - b*r: room for a second block
+    of each group, except where r = 1 layers          x = n*p*(nb - K) - (p - 1)*d. K and d are
+    rounded to integers at the end next slot       K' <= K + d: eviction costs nothing. K' = K + d
+    if the variant is not movable. K = 0 in the first slot session         the slots of the first
+    run, then those of one further run, whose seconds count R - 1 times. The further run
                     starts with K <= K + d of the first run's last slot, and with K <= K + d of its
                     own last slot
     directives      keep     s = 0 in the first slot that uses the component, K = nb in later ones
@@ -51,22 +51,23 @@ a variable.
                     phase after the gap
     time            D >= the sum over overlap sets of max(compute, copies + compute of the groups
     with r = 1, reads from disk)
-                         + compute on the CPU and on helpers, with what crosses to these and back.
-                         An overlap set is one block group, or all groups of layers in one child
-                         module: copies of one group in the set overlap compute of the others
+                         + compute on the CPU and on secondary devices, with what crosses to these
+                         and back. An overlap set is one block group, or all groups of layers in one
+                         child module: copies of one group in the set overlap compute of the others
                     D >= load_seconds*x summed over all j + spills     D >= disk_seconds*x summed
                     over all j + reads the former for each device by itself, since each is copied to
                     over a link of its own
-    memory          sum b*(K + d) + rings + activation + values + live_in_bytes <= effective budget
+    memory          sum b*(K + d) + ring buffers + activation + values + input_bytes <= effective
+    budget
                     backing stores and spilled values <= RAM; page-locked ones <= page-locked RAM
-    helper          a component on a helper is a variant whose groups are not streamable, and whose
-    bytes count there:
+    secondary device          a component on a secondary device is a variant whose groups are not
+    streamable, and whose bytes count there:
                     sum b*(K + d) + the most activation of a component that computes there in the
                     slot <= its effective budget
 
-A single-buffered ring is faster where copies take much longer than compute: the bytes that it saves
-hold one more resident block, which then need not be copied. It is also used where memory does not
-allow more.
+A single-buffered ring buffer is faster where copies take much longer than compute: the bytes that
+it saves hold one more resident block, which then need not be copied. It is also used where memory
+does not allow more.
 """
 
 from __future__ import annotations
@@ -80,11 +81,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphrun.model.choices import activation_bytes, use_with
-from graphrun.model.choices import helper_bytes as bytes_on_helper
+from graphrun.model.choices import secondary_bytes as bytes_on_secondary
 from graphrun.model.least_memory import streamable_groups, used_components
 from graphrun.model.plan import Part
 from graphrun.model.problem import ALLOCATION_BYTES, Placement, Problem, Use, Variant
-from graphrun.model.splits import block_seconds, crossing_seconds, helpers_for, slowdown_of, twin
+from graphrun.model.splits import (
+    block_seconds,
+    secondaries_for,
+    slowdown_of,
+    transfer_seconds,
+    twin,
+)
 from graphrun.units import round_up
 
 
@@ -105,7 +112,7 @@ class VariantChoice:
 
     @property
     def computes(self) -> bool:
-        """Whether the component computes on the device or a helper, not on the CPU."""
+        """Whether the component computes on the device or a secondary device, not on the CPU."""
         return self.variant.device != "cpu"
 
 
@@ -121,9 +128,9 @@ class Group:
     `Variant`. ``demanded``: placements that directives demand of the component. ``overlap_key``:
     groups of the variant with equal keys form one overlap set. ``by_layer``: the blocks are layers.
     ``excluded``: the directive `exclude` applies: the blocks must be off the device, even if this
-    variant cannot stream them. ``helper``: number of the helper that they are copied to; 0: the
-    device. ``mirror``: of a program whose component may yet be split, the group of whose blocks
-    this one may have some; -1: none."""
+    variant cannot stream them. ``secondary``: number of the secondary device that they are copied
+    to; 0: the device. ``mirror``: of a program whose component may yet be split, the group of whose
+    blocks this one may have some; -1: none."""
 
     variant_choice: int
     component: int
@@ -139,7 +146,7 @@ class Group:
     overlap_key: str
     by_layer: bool
     excluded: bool
-    helper: int = 0
+    secondary: int = 0
     mirror: int = -1
 
 
@@ -180,13 +187,14 @@ class Interval:
     ``rounds``: calls in the slot of the component that is called most. ``weight``: number of runs
     that execute the slot. For each group j: ``calls[j]`` (n), calls that run its blocks;
     ``seconds[j]``, compute of one block in one call; ``passes[j]`` (p), how often a block runs in
-    one call; ``own_seconds[j]``, of ``seconds[j]`` those that go with the block to a helper.
-    ``cpu_seconds``: for each variant choice, compute on the CPU, or on a helper with what crosses
-    to it and back. ``used``: components (indices) that compute on the device or a helper in the
-    slot. ``entered``: all components of the phase; none in a load slot. ``helper_bytes``: for each
-    variant choice, bytes beyond weights that it takes on each helper. ``fixed_bytes``: values and
-    live-in bytes. ``activation_bytes``: as traced, without the scratch of variants; ``glue_bytes``
-    of them remain on the device if every component of the phase computes on the CPU."""
+    one call; ``own_seconds[j]``, of ``seconds[j]`` those that go with the block to a secondary
+    device. ``cpu_seconds``: for each variant choice, compute on the CPU, or on a secondary device
+    with what crosses to it and back. ``used``: components (indices) that compute on the device or a
+    secondary device in the slot. ``entered``: all components of the phase; none in a load slot.
+    ``secondary_bytes``: for each variant choice, bytes beyond weights that it takes on each
+    secondary device. ``fixed_bytes``: values and inputs bytes. ``activation_bytes``: as traced,
+    without the scratch of variants; ``pipeline_code_bytes`` of them remain on the device if every
+    component of the phase computes on the CPU."""
 
     phase: int
     part: Part
@@ -194,14 +202,14 @@ class Interval:
     weight: float
     fixed_bytes: int
     activation_bytes: int
-    glue_bytes: int
+    pipeline_code_bytes: int
     calls: tuple[int, ...]
     seconds: tuple[float, ...]
     passes: tuple[int, ...]
     used: frozenset[int]
     entered: frozenset[int]
     cpu_seconds: tuple[float, ...]
-    helper_bytes: tuple[tuple[int, ...], ...] = ()
+    secondary_bytes: tuple[tuple[int, ...], ...] = ()
     own_seconds: tuple[float, ...] = ()
 
 
@@ -209,10 +217,10 @@ class Interval:
 class Choice:
     """The integers of one solution of a program that has one variant per component.
 
-    ``present[t, j]``, ``loaded[t, j]``: K and d. ``depths[t, j]``: for how many blocks the ring has
-    room where group j is streamed; 1: single-buffered (r = 1). ``reads``, ``drops``: for each
-    component, the interval in which its backing store is read and dropped; -1: never. ``spills``:
-    for each spill gap, whether the value is spilled."""
+    ``present[t, j]``, ``loaded[t, j]``: K and d. ``depths[t, j]``: for how many blocks the ring
+    buffer has room where group j is streamed; 1: single-buffered (r = 1). ``reads``, ``drops``: for
+    each component, the interval in which its backing store is read and dropped; -1: never.
+    ``spills``: for each spill gap, whether the value is spilled."""
 
     present: NDArray[np.int64]
     loaded: NDArray[np.int64]
@@ -230,8 +238,8 @@ class Program:
     ``run_length``: number of intervals of one run. In a session, the intervals of the further run
     follow, from that index on. ``part``: the run of a session that the program is of (see `alone`),
     "" for both. ``full_overlap``: as in `slot_seconds`, for a bound on what `simulate` says of any
-    plan; blocks on helpers need not be in a row. Arrays have a row per interval and a column per
-    group. Methods that take a `Choice` need a program with one variant per component, as
+    plan; blocks on secondary devices need not be in a row. Arrays have a row per interval and a
+    column per group. Methods that take a `Choice` need a program with one variant per component, as
     `with_variants` returns it."""
 
     problem: Problem
@@ -307,18 +315,18 @@ class Program:
         return np.array([group.held_bytes for group in self.groups], dtype=np.int64)
 
     @cached_property
-    def on_helper(self) -> NDArray[np.int64]:
-        """`Group.helper` of each group."""
-        return np.array([group.helper for group in self.groups], dtype=np.int64)
+    def on_secondary(self) -> NDArray[np.int64]:
+        """`Group.secondary` of each group."""
+        return np.array([group.secondary for group in self.groups], dtype=np.int64)
 
     @property
-    def helpers(self) -> range:
-        """The numbers of the helpers."""
-        return range(1, len(self.problem.helpers) + 1)
+    def secondaries(self) -> range:
+        """The numbers of the secondary devices."""
+        return range(1, len(self.problem.secondaries) + 1)
 
     @cached_property
     def compute_seconds(self) -> NDArray[np.float64]:
-        """Seconds of compute of all blocks of a group; 0 on a helper."""
+        """Seconds of compute of all blocks of a group; 0 on a secondary device."""
         seconds: NDArray[np.float64] = self._table(
             [interval.seconds for interval in self.intervals]
         )
@@ -332,14 +340,15 @@ class Program:
         for interval in self.intervals:
             sets: dict[tuple[int, str], list[int]] = {}
             for j, (group, calls) in enumerate(zip(self.groups, interval.calls, strict=True)):
-                if calls and not group.helper:
+                if calls and not group.secondary:
                     sets.setdefault((group.variant_choice, group.overlap_key), []).append(j)
             found.append(list(sets.values()))
         return found
 
     @cached_property
     def fixed_bytes(self) -> NDArray[np.int64]:
-        """Per interval, bytes on the device beside weights and rings, if nothing is spilled."""
+        """Per interval, bytes on the device beside weights and ring buffers, if nothing is
+        spilled."""
         return np.array(
             [
                 interval.fixed_bytes + self.activation_bytes(t)
@@ -383,15 +392,18 @@ class Program:
                 busy[t] += max(
                     self.compute_seconds[t, of].sum(), serial[t, of].sum(), reads[t, of].sum()
                 )
-        copy_seconds, disk_seconds = copies[:, self.on_helper == 0].sum(axis=1), reads.sum(axis=1)
+        copy_seconds, disk_seconds = (
+            copies[:, self.on_secondary == 0].sum(axis=1),
+            reads.sum(axis=1),
+        )
         for gap, spilled in zip(self.spill_gaps, choice.spills, strict=True):
             copy_seconds[gap.out] += spilled * factor[gap.out] * gap.out_seconds
             copy_seconds[gap.back] += spilled * factor[gap.back] * gap.back_seconds
         for each, at in zip(self.variant_choices, choice.reads, strict=True):
             if at >= 0:
                 disk_seconds[at] += factor[at] * (each.read_seconds or 0.0)
-        for number in self.helpers:
-            busy = np.maximum(busy, copies[:, self.on_helper == number].sum(axis=1))
+        for number in self.secondaries:
+            busy = np.maximum(busy, copies[:, self.on_secondary == number].sum(axis=1))
         found: list[float] = np.maximum(busy, np.maximum(copy_seconds, disk_seconds)).tolist()
         return found
 
@@ -424,21 +436,21 @@ class Program:
         return (self.calls > 0) & (choice.present + choice.loaded < self.counts)
 
     def _single_buffered(self, choice: Choice) -> NDArray[np.bool_]:
-        """Whether a group is streamed, and the ring has no room for one of its blocks beside the
-        largest block (r = 1)."""
-        streamed, rings = self.streamed(choice), self.ring_bytes(choice)
+        """Whether a group is streamed, and the ring buffer has no room for one of its blocks beside
+        the largest block (r = 1)."""
+        streamed, ring_buffers = self.streamed(choice), self.ring_buffer_bytes(choice)
         found = np.zeros_like(streamed)
         for c, of in enumerate(self.groups_of):
             largest = np.max(self.held_bytes[of] * streamed[:, of], axis=1, initial=0)
             found[:, of] = streamed[:, of] & (
-                rings[:, [c]] < largest[:, None] + self.held_bytes[of]
+                ring_buffers[:, [c]] < largest[:, None] + self.held_bytes[of]
             )
         return found
 
-    def ring_bytes(self, choice: Choice) -> NDArray[np.int64]:
-        """L + M: bytes of the ring of each component (columns) in each interval; 0: nothing is
-        streamed. It has room for the largest streamed block, and beside it for the further blocks
-        that `Choice.depths` says."""
+    def ring_buffer_bytes(self, choice: Choice) -> NDArray[np.int64]:
+        """L + M: bytes of the ring buffer of each component (columns) in each interval; 0: nothing
+        is streamed. It has room for the largest streamed block, and beside it for the further
+        blocks that `Choice.depths` says."""
         streamed = self.streamed(choice)
         more = (choice.depths - 1) * self.held_bytes * streamed
         found = np.zeros((len(self.intervals), len(self.groups_of)), dtype=np.int64)
@@ -453,10 +465,10 @@ class Program:
         for gap, spilled in zip(self.spill_gaps, choice.spills, strict=True):
             found[gap.out + 1 : gap.back] -= gap.nbytes * spilled
         weights: NDArray[np.int64] = (choice.present + choice.loaded) @ (
-            self.held_bytes * (self.on_helper == 0)
+            self.held_bytes * (self.on_secondary == 0)
         )
-        rings: NDArray[np.int64] = self.ring_bytes(choice).sum(axis=1)
-        return found + weights + rings
+        ring_buffers: NDArray[np.int64] = self.ring_buffer_bytes(choice).sum(axis=1)
+        return found + weights + ring_buffers
 
     def activation_bytes(self, t: int) -> int:
         """Bytes of activation on the device in interval ``t``, with the scratch of the variants; 0
@@ -464,18 +476,18 @@ class Program:
         interval = self.intervals[t]
         variants = [of.variant for of in self.variant_choices if of.component in interval.entered]
         return (
-            activation_bytes(interval.activation_bytes, variants, interval.glue_bytes)
+            activation_bytes(interval.activation_bytes, variants, interval.pipeline_code_bytes)
             if interval.rounds
             else 0
         )
 
-    def helper_bytes(self, choice: Choice, number: int) -> NDArray[np.int64]:
-        """Bytes on helper ``number`` per interval."""
+    def secondary_bytes(self, choice: Choice, number: int) -> NDArray[np.int64]:
+        """Bytes on secondary device ``number`` per interval."""
         weights: NDArray[np.int64] = (choice.present + choice.loaded) @ (
-            self.held_bytes * (self.on_helper == number)
+            self.held_bytes * (self.on_secondary == number)
         )
         working = [
-            max((of[number - 1] for of in interval.helper_bytes), default=0)
+            max((of[number - 1] for of in interval.secondary_bytes), default=0)
             for interval in self.intervals
         ]
         return weights + np.array(working, dtype=np.int64)
@@ -534,8 +546,11 @@ class Program:
             "pinned": (host[:, 1], problem.pinned_bytes),
             "disk": (np.array([self.stored_bytes]), problem.disk_bytes),
         }
-        for number, helper in enumerate(problem.helpers, 1):
-            tiers[f"helper {number}"] = self.helper_bytes(choice, number), helper.effective_bytes
+        for number, secondary in enumerate(problem.secondaries, 1):
+            tiers[f"secondary device {number}"] = (
+                self.secondary_bytes(choice, number),
+                secondary.effective_bytes,
+            )
         found = {
             tier: np.maximum(taken - limit, 0)
             for tier, (taken, limit) in tiers.items()
@@ -587,9 +602,11 @@ class Program:
         return program_of(self.problem, tuple((variant,) for variant in variants)).alone(self.part)
 
     def on_first_device(self) -> Program | None:
-        """The program without variants on helpers; None where a component has no other one."""
+        """The program without variants on secondary devices; None where a component has no other
+        one."""
         own = [
-            [n for n in of if not self.variant_choices[n].variant.helper] for of in self.choices_of
+            [n for n in of if not self.variant_choices[n].variant.secondary]
+            for of in self.choices_of
         ]
         return (
             program_of(self.problem, [[self.variant_choices[n].index for n in of] for of in own])
@@ -623,8 +640,8 @@ def program_of(
     """The program of ``problem``, whose stage order and options are already applied.
 
     ``variants``: for each component, indices of the variants that may be chosen; None: all usable
-    ones. ``split``: blocks of a component may be put on a helper (`Group.mirror`); such a program
-    is for `graphrun.solve.milp` alone.
+    ones. ``split``: blocks of a component may be put on a secondary device (`Group.mirror`); such a
+    program is for `graphrun.solve.milp` alone.
     """
     used = used_components(problem)
     variant_choices: list[VariantChoice] = []
@@ -708,33 +725,33 @@ def _groups(problem: Problem, number: int, variant_choice: VariantChoice) -> Ite
             overlap_key=of.blocks[0].split(".")[0] if by_layer else f"{index}",
             by_layer=by_layer,
             excluded=of.streamable and "exclude" in demanded,
-            helper=variant.helper or of.helper,
+            secondary=variant.secondary or of.secondary,
         )
 
 
 def _mirrors(
     problem: Problem, variant_choices: Sequence[VariantChoice], groups: Sequence[Group]
 ) -> Iterator[Group]:
-    """For each helper over which the component of one of ``groups`` may be split, a group for its
-    blocks there."""
+    """For each secondary device over which the component of one of ``groups`` may be split, a group
+    for its blocks there."""
     for j, group in enumerate(groups):
         component, chosen = (
             problem.components[group.component],
             variant_choices[group.variant_choice],
         )
-        for helper in (
-            helpers_for(problem, component)
+        for secondary in (
+            secondaries_for(problem, component)
             if chosen.used and "" not in component.groups[group.index].blocks
             else ()
         ):
-            if (there := twin(component, chosen.variant, helper)) is not None:
+            if (there := twin(component, chosen.variant, secondary)) is not None:
                 load = there.load_seconds[group.index]
                 yield replace(
                     group,
                     load_seconds=load,
                     disk_seconds=0.0,
                     streamable=False,
-                    helper=helper,
+                    secondary=secondary,
                     mirror=j,
                 )
 
@@ -767,36 +784,36 @@ def _intervals(
         if not rounds and (part != "load" or not phase.uses):
             continue
         calls = tuple(use.group_calls_in(part)[k] if use else 0 for use, k in pairs)
-        cpu_seconds, helper_bytes = (
+        cpu_seconds, secondary_bytes = (
             [0.0] * len(variant_choices),
-            [(0,) * len(problem.helpers)] * len(variant_choices),
+            [(0,) * len(problem.secondaries)] * len(variant_choices),
         )
         for n, (use, component) in enumerate(zip(uses, components, strict=True)):
             if use is None:
                 continue
             variant = variant_choices[n].variant
             triples = zip(component.groups, use.group_calls_in(part), use.seconds, strict=True)
-            away = [of for of in triples if variant.device != "device" or of[0].helper]
+            away = [of for of in triples if variant.device != "device" or of[0].secondary]
             cpu_seconds[n] = sum(
                 (len(group.blocks) * times * seconds for group, times, seconds in away), 0.0
             )
             chosen = replace(component, variants=(variant,))
             if rounds:
                 cpu_seconds[n] += use.calls_in(part) * sum(
-                    crossing_seconds(problem, use, chosen).values()
+                    transfer_seconds(problem, use, chosen).values()
                 )
-                numbers = range(1, len(problem.helpers) + 1)
-                helper_bytes[n] = tuple(
-                    bytes_on_helper(activation, [(use, chosen)], number) for number in numbers
+                numbers = range(1, len(problem.secondaries) + 1)
+                secondary_bytes[n] = tuple(
+                    bytes_on_secondary(activation, [(use, chosen)], number) for number in numbers
                 )
         yield Interval(
             phase=number,
             part=part,
             rounds=rounds,
             weight=weight,
-            fixed_bytes=problem.value_bytes(number) + phase.live_in_bytes,
+            fixed_bytes=problem.value_bytes(number) + phase.input_bytes,
             activation_bytes=activation,
-            glue_bytes=min(activation, phase.glue_bytes),
+            pipeline_code_bytes=min(activation, phase.pipeline_code_bytes),
             calls=calls,
             seconds=tuple(
                 _seconds(problem, group, variant_choices, use, own) if use else 0.0
@@ -808,7 +825,7 @@ def _intervals(
                 c for c, of in enumerate(problem.components) if of.name in own and part != "load"
             ),
             cpu_seconds=tuple(cpu_seconds),
-            helper_bytes=tuple(helper_bytes),
+            secondary_bytes=tuple(secondary_bytes),
             own_seconds=tuple(
                 block_seconds(use, components[group.variant_choice])[group.index]
                 if use and group.mirror < 0
@@ -828,15 +845,15 @@ def _seconds(
     """Seconds of one block of ``group`` in one call; 0 where they count in `Interval.cpu_seconds`.
     ``use``: with the seconds of the variant; ``own``: without."""
     if group.mirror < 0:
-        return 0.0 if group.helper else use.seconds[group.index]
+        return 0.0 if group.secondary else use.seconds[group.index]
     component, here = (
         problem.components[group.component],
         variant_choices[group.variant_choice].variant,
     )
-    there, k = twin(component, here, group.helper), group.index
+    there, k = twin(component, here, group.secondary), group.index
     extra = there.block_seconds[k] if there is not None and there.block_seconds else 0.0
     seconds = block_seconds(own[component.name], component)[k]
-    return max(0.0, here.slowdown * seconds * slowdown_of(component, group.helper) + extra)
+    return max(0.0, here.slowdown * seconds * slowdown_of(component, group.secondary) + extra)
 
 
 def spill_gaps_of(

@@ -38,8 +38,8 @@ def choose_for(
     depth: int = BUFFERED_BLOCKS,
 ) -> Answer | None:
     """As `choose` over the formulations of ``programs``, of which each has the copy times
-    ``factors`` and the ring ``depth``. Of many runs, the further one is the best by ``goals``, and
-    all together are within MOST_GAP of the best."""
+    ``factors`` and the ring buffer ``depth``. Of many runs, the further one is the best by
+    ``goals``, and all together are within MOST_GAP of the best."""
     found = _in_turn(programs, factors, goals, depth) if many_runs(programs[0].problem) else None
     return found or choose(
         [Formulation(program, factors, depth=depth) for program in programs], goals

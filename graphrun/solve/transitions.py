@@ -62,10 +62,10 @@ def _beside(solution: Solution, others: Keys) -> Keys:
     excluded, and with room."""
     problem, again = solution.chosen, solution.simulation.again
     components = {component.name: component for component in problem.components}
-    peaks = [(report.peak_bytes, *report.helper_peaks) for report in again]
+    peaks = [(report.peak_bytes, *report.secondary_peaks) for report in again]
     limits = (
         solution.problem.effective_bytes,
-        *(helper.effective_bytes for helper in solution.problem.helpers),
+        *(secondary.effective_bytes for secondary in solution.problem.secondaries),
     )
     room_bytes = [
         limit - max((of[number] for of in peaks), default=0) for number, limit in enumerate(limits)
@@ -82,7 +82,10 @@ def _beside(solution: Solution, others: Keys) -> Keys:
     found: Keys = set()
     for key in sorted(others - moved):
         of = components[key[0]]
-        nbytes, device = _held_bytes(of, key), of.variants[0].helper or of.groups[key[1]].helper
+        nbytes, device = (
+            _held_bytes(of, key),
+            of.variants[0].secondary or of.groups[key[1]].secondary,
+        )
         if not problem.demanded(key[0]) & {"exclude", "drop"} and nbytes <= room_bytes[device]:
             found.add(key)
             room_bytes[device] -= nbytes

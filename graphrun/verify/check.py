@@ -6,8 +6,8 @@ Rules, by the name that a `Violation` carries. Choices of the plan:
 digest           the plan was made for this problem problem          the problem's numbers fit each
 other (`coherence`) variant, option  each choice exists, is permitted, and is made once; every
 component with several variants has one split            a component is split in a variant that
-computes on the device; its blocks on a helper are in a row pin              the backing store is
-pinned if a directive demands it order            the order of stages is one that
+computes on the device; its blocks on a secondary device are in a row pin              the backing
+store is pinned if a directive demands it order            the order of stages is one that
 `Problem.precedence` allows; actions are in the order of `KINDS`, with one run in
                  first and steady slots and none in others
 disk             the bytes that the chosen variants write to disk are within the limit
@@ -25,10 +25,13 @@ computes on the CPU is loaded, evicted or streamed missing          every block 
 calls need is resident, loaded by the slot (first only) or streamed not-streamable   blocks that
 cannot be streamed are resident when the slot starts steady-load      a steady slot loads no block
 of a component that it uses stream           only components that the slot uses are streamed, each
-once; ``keep`` is exactly what is resident or loaded ring             a ring has room for the
-largest block that passes vram             the device memory of every slot is within the budget
-helper           the memory of every slot on a helper is within its budget baseline         nothing
-is on the device at the end; in a session, every run leaves what ``leaves`` says
+once; ``keep`` is exactly what is resident or loaded ring buffer             a ring buffer has room
+for the largest block that passes vram             the device memory of every slot is within the
+budget secondary device           the memory of every slot on a secondary device is within its
+budget
+                 (both in bytes of tensors; `verify.solution` adds the rule ``pages``)
+baseline         nothing is on the device at the end; in a session, every run leaves what ``leaves``
+says
 
 Backing stores and values:
 
@@ -200,11 +203,11 @@ def _splits(problem: Problem, plan: Plan) -> Iterator[Violation]:
         yield _broken("split", str(error))
         return
     named = dict(plan.variants)
-    for name, helper, _ in plan.splits:
+    for name, secondary, _ in plan.splits:
         if _chosen_variant(split.component(name), named.get(name)) is None:
             yield _broken(
                 "split",
-                f"{name} as {named.get(name)} is not one that may be split over device{helper}",
+                f"{name} as {named.get(name)} is not one that may be split over device{secondary}",
             )
 
 
@@ -717,11 +720,11 @@ class _SlotRules:
         number, stream = self.streams[name]
         self.copies.setdefault(name, number)
         least = max(variant.block_bytes[k] for k, _ in streamed)
-        if stream.ring_bytes < least:
+        if stream.ring_buffer_bytes < least:
             yield self.broken(
-                "ring",
+                "ring_buffer",
                 number,
-                f"{len(streamed)} blocks are streamed through a ring of {stream.ring_bytes} bytes; it needs {least}",
+                f"{len(streamed)} blocks are streamed through a ring buffer of {stream.ring_buffer_bytes} bytes; it needs {least}",
             )
 
     def groups(self, use: Use) -> set[int]:
@@ -774,44 +777,45 @@ class _SlotRules:
     def vram(
         self, number: int, phase: PhaseNumbers | None, spilled_bytes: int
     ) -> Iterator[Violation]:
-        weights, *on_helpers = [0] * (1 + len(self.problem.helpers))
+        weights, *on_secondaries = [0] * (1 + len(self.problem.secondaries))
         for component in self.problem.components:
             variant = component.variants[0]
             held = self.resident[component.name] | self.loaded[component.name]
             for k, _ in held:
-                nbytes, helper = (
+                nbytes, secondary = (
                     round_up(variant.block_bytes[k], ALLOCATION_BYTES),
-                    variant.helper or component.groups[k].helper,
+                    variant.secondary or component.groups[k].secondary,
                 )
-                if helper:
-                    on_helpers[helper - 1] += nbytes
+                if secondary:
+                    on_secondaries[secondary - 1] += nbytes
                 else:
                     weights += nbytes
-        rings = sum(
-            round_up(stream.ring_bytes, ALLOCATION_BYTES) for _, stream in self.streams.values()
+        ring_buffers = sum(
+            round_up(stream.ring_buffer_bytes, ALLOCATION_BYTES)
+            for _, stream in self.streams.values()
         )
         values = (
-            self.problem.value_bytes(number) - spilled_bytes + phase.live_in_bytes if phase else 0
+            self.problem.value_bytes(number) - spilled_bytes + phase.input_bytes if phase else 0
         )
         activation = _activation(phase, self.slot) if phase else 0
-        total, limit = weights + rings + activation + values, self.problem.effective_bytes
+        total, limit = weights + ring_buffers + activation + values, self.problem.effective_bytes
         if total > limit:
-            terms = f"{weights} weights + {rings} rings + {activation} activation + {values} values and live-in"
+            terms = f"{weights} weights + {ring_buffers} ring buffers + {activation} activation + {values} values and inputs"
             yield self.broken("vram", -1, f"{terms} = {total} > {limit} bytes")
-        for helper, (nbytes, of) in enumerate(
-            zip(on_helpers, self.problem.helpers, strict=True), 1
+        for secondary, (nbytes, of) in enumerate(
+            zip(on_secondaries, self.problem.secondaries, strict=True), 1
         ):
             working = (
-                phase.helper_bytes[helper - 1][self.slot.part == "steady"]
+                phase.secondary_bytes[secondary - 1][self.slot.part == "steady"]
                 if phase and self.slot.part != "load"
                 else 0
             )
             if nbytes + working > of.effective_bytes:
                 terms = f"{nbytes} weights + {working} activation and what crosses"
                 yield self.broken(
-                    "helper",
+                    "secondary",
                     -1,
-                    f"device{helper}: {terms} = {nbytes + working} > {of.effective_bytes} bytes",
+                    f"device{secondary}: {terms} = {nbytes + working} > {of.effective_bytes} bytes",
                 )
 
 

@@ -51,7 +51,7 @@ def incoherent(problem: Problem) -> Iterator[str]:
     devices = [
         "device",
         "cpu",
-        *(f"device{number}" for number in range(1, len(problem.helpers) + 1)),
+        *(f"device{number}" for number in range(1, len(problem.secondaries) + 1)),
     ]
     for component in problem.components:
         yield from _component(component, devices)
@@ -74,7 +74,7 @@ def incoherent(problem: Problem) -> Iterator[str]:
     for value in problem.values:
         if value.first_phase < 0 or value.last_phase < -1:
             yield f"{value.name} is live from phase {value.first_phase} to {value.last_phase}"
-    for hardware in (problem.hardware, *(helper.hardware for helper in problem.helpers)):
+    for hardware in (problem.hardware, *(secondary.hardware for secondary in problem.secondaries)):
         yield from _hardware(hardware)
 
 
@@ -123,8 +123,8 @@ def _component(component: ComponentNumbers, devices: Sequence[str]) -> Iterator[
     for group in groups:
         if not group.blocks:
             yield f"{name}: the block group {group.name} has no blocks"
-        if group.helper:
-            yield f"{name}: the block group {group.name} is on a helper, which only a plan may say"
+        if group.secondary:
+            yield f"{name}: the block group {group.name} is on a secondary device, which only a plan may say"
     for variant in component.variants:
         yield from _variant(name, variant, len(groups), devices)
     if component.layers is not None:
@@ -204,8 +204,8 @@ def _live_tensors(where: str, use: Use, component: ComponentNumbers) -> Iterator
 
 def _use(phase: str, use: Use, component: ComponentNumbers) -> Iterator[str]:
     where, counts = f"{phase}: {use.component}", [len(group.blocks) for group in component.groups]
-    if len(use.crossing) not in (0, 2):
-        yield f"{where}: crossing is {list(use.crossing)}"
+    if len(use.transfer) not in (0, 2):
+        yield f"{where}: transfer is {list(use.transfer)}"
     for field in ("group_calls", "seconds", "passes"):
         length = len(getattr(use, field))
         if length != len(counts) and (length or field in ("group_calls", "seconds")):

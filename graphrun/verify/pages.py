@@ -1,18 +1,18 @@
-"""Replays a whole plan through a model of the device's allocator: weights, rings, values and
+"""Replays a whole plan through a model of the device's allocator: weights, ring buffers, values and
 activations together.
 
 A card has to hold the pages that its allocator reserved. `simulate` adds bytes of tensors; here
 pages and fragmentation count too.
 
     slot     load              first             steady
-             evict, trim       load, ring        load, ring          in the executor's order load
-             blocks       calls             calls               `PhaseTrace`: allocations and
-             releases of the dry run
+             evict, trim       load, ring buffer        load, ring buffer          in the executor's
+             order load blocks       calls             calls               `PhaseTrace`: allocations
+             and releases of the dry run
     result   most bytes that the allocator has reserved in the slot
 
-Restored values are allocated before blocks, blocks before rings. Spilled values and rings are
-released at the slot's end. Nothing is returned to the device within a slot, so what is reserved at
-its end is its peak.
+Restored values are allocated before blocks, blocks before ring buffers. Spilled values and ring
+buffers are released at the slot's end. Nothing is returned to the device within a slot, so what is
+reserved at its end is its peak.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from graphrun.model.splits import arguments_bytes
 POOLS = (True, False)  # of the allocator: the small one, the large one
 
 
-def reserved_bytes(problem: Problem, plan: Plan, helper: int = 0) -> tuple[int, ...]:
+def reserved_bytes(problem: Problem, plan: Plan, secondary: int = 0) -> tuple[int, ...]:
     """Most bytes reserved in each slot of ``plan``: those of the first run, then, in a session,
-    those of a further run. On the device, or on ``helper``, a number: that has its components'
+    those of a further run. On the device, or on ``secondary``, a number: that has its components'
     blocks and calls, with the arguments of each call, and no values.
 
     ``problem``: with the plan's choices applied; every phase has its `PhaseNumbers.trace`. A
     further run begins with the pages that the run before it left. Raises KeyError for a plan that
     `check` refuses, and PlanError for more steps than the limit ``replay_steps``.
     """
-    return _replayed(problem, plan, helper)[0]
+    return _replayed(problem, plan, secondary)[0]
 
 
-def limit_bytes(problem: Problem, plan: Plan, helper: int = 0) -> int:
+def limit_bytes(problem: Problem, plan: Plan, secondary: int = 0) -> int:
     """Return the least limit, in bytes, under which PyTorch's allocator refuses nothing of
     ``plan``.
 
@@ -52,12 +52,12 @@ def limit_bytes(problem: Problem, plan: Plan, helper: int = 0) -> int:
     segment for the request, though fewer may be mapped (`alloc_block`). cuBLAS's workspace does not
     count. 0 where memory is not counted in pages. Arguments and errors as for `reserved_bytes`.
     """
-    return _replayed(problem, plan, helper)[1] if problem.counts_pages else 0
+    return _replayed(problem, plan, secondary)[1] if problem.counts_pages else 0
 
 
-def _replayed(problem: Problem, plan: Plan, helper: int) -> tuple[tuple[int, ...], int]:
+def _replayed(problem: Problem, plan: Plan, secondary: int) -> tuple[tuple[int, ...], int]:
     """`reserved_bytes` and `limit_bytes`."""
-    replay = _Replay(problem, helper)
+    replay = _Replay(problem, secondary)
     for component, blocks in plan.finds:
         replay.load(component, blocks)
     found = [replay.slot(slot) for slot in plan.slots]
@@ -70,15 +70,17 @@ def _replayed(problem: Problem, plan: Plan, helper: int) -> tuple[tuple[int, ...
 class _Replay:
     """The allocator, and what is live in it."""
 
-    def __init__(self, problem: Problem, helper: int) -> None:
-        self._hardware = problem.helpers[helper - 1].hardware if helper else problem.hardware
-        self._problem, self._helper = problem, helper
+    def __init__(self, problem: Problem, secondary: int) -> None:
+        self._hardware = (
+            problem.secondaries[secondary - 1].hardware if secondary else problem.hardware
+        )
+        self._problem, self._secondary = problem, secondary
         self._allocator = Caching(self._hardware.page_scale, self._hardware.capacity_bytes)
         self._own = {  # component -> its groups on this device
             of.name: {
                 k
                 for k, group in enumerate(of.groups)
-                if (of.variants[0].helper or group.helper) == helper
+                if (of.variants[0].secondary or group.secondary) == secondary
             }
             for of in problem.components
             if of.variants[0].device != "cpu"
@@ -110,7 +112,9 @@ class _Replay:
         self.limit_bytes = 0
         self._last_key = self._steps = 0
         self._phase: str | None = None
-        self._arguments: dict[str, int] = {}  # bytes that a call on a helper gets, by component
+        self._arguments: dict[
+            str, int
+        ] = {}  # bytes that a call on a secondary device gets, by component
 
     def slot(self, slot: Slot) -> int:
         """Applies ``slot``; returns the most bytes reserved in it."""
@@ -124,23 +128,23 @@ class _Replay:
         if slot.part == "load":
             self._trim()
         for action in slot.actions:
-            if isinstance(action, Restore) and not self._helper:
+            if isinstance(action, Restore) and not self._secondary:
                 key = self._allocate(self._spilled.pop(action.value))
                 self._live |= dict.fromkeys(self._storages[action.value][:1], key)
         for action in slot.actions:
             if isinstance(action, Load):
                 self.load(action.component, action.blocks)
         streams = (
-            action for action in slot.actions if isinstance(action, Stream) and not self._helper
+            action for action in slot.actions if isinstance(action, Stream) and not self._secondary
         )
-        rings = [self._allocate(action.ring_bytes) for action in streams]
+        ring_buffers = [self._allocate(action.ring_buffer_bytes) for action in streams]
         if slot.part in ("first", "steady"):
             trace = self._phases[slot.phase][1].trace
             self._items(trace.first if slot.part == "first" else trace.steady, trace.calls)
-        for ring in rings:
-            self._release(ring)
+        for ring_buffer in ring_buffers:
+            self._release(ring_buffer)
         for action in slot.actions:
-            if isinstance(action, Spill) and not self._helper:
+            if isinstance(action, Spill) and not self._secondary:
                 self._spilled[action.value] = self._nbytes[action.value]
                 for key in self._storages[action.value]:
                     if key in self._live:
@@ -173,7 +177,7 @@ class _Replay:
         arguments = {
             use.component: arguments_bytes(use, self._components[use.component]) for use in uses
         }
-        self._arguments = {of: nbytes.get(self._helper, 0) for of, nbytes in arguments.items()}
+        self._arguments = {of: nbytes.get(self._secondary, 0) for of, nbytes in arguments.items()}
         for key in (*self._kept.values(), *(() if self._filler is None else (self._filler,))):
             self._release(key)
         self._kept.clear()
@@ -183,12 +187,10 @@ class _Replay:
             trace = phase.trace
             self._items(trace.prelude, trace.calls)
             expected = (
-                self._problem.value_bytes(number)
-                - sum(self._spilled.values())
-                + phase.live_in_bytes
+                self._problem.value_bytes(number) - sum(self._spilled.values()) + phase.input_bytes
             )
             missing = expected - sum(self._bytes[key] for key in self._live.values())
-            self._filler = self._allocate(missing) if missing > 0 and not self._helper else None
+            self._filler = self._allocate(missing) if missing > 0 and not self._secondary else None
 
     def _items(self, items: Iterable[Item], calls: tuple[CallTrace, ...]) -> None:
         results = dict[
@@ -205,7 +207,7 @@ class _Replay:
             if nbytes == CALL:
                 for of in self._call(key, calls[key]):
                     results.setdefault(self._bytes[of], deque()).append(of)
-            elif self._helper:
+            elif self._secondary:
                 continue
             elif nbytes:
                 self._live[key] = self._allocate(nbytes)
@@ -215,20 +217,21 @@ class _Replay:
             self._release(of)
 
     def _call(self, number: int, call: CallTrace) -> list[int]:
-        """The allocator's keys of the call's results; of one on a helper, they are gone."""
+        """The allocator's keys of the call's results; of one on a secondary device, they are
+        gone."""
         if call.component not in self._own:
             return []
         arguments = (
             self._allocate(nbytes)
-            if self._helper and (nbytes := self._arguments[call.component])
+            if self._secondary and (nbytes := self._arguments[call.component])
             else None
         )
         results = self._events(number, call)
         if arguments is not None:
             self._release(arguments)
-        for key in results if self._helper else ():
+        for key in results if self._secondary else ():
             self._release(key)
-        return [] if self._helper else results
+        return [] if self._secondary else results
 
     def _events(self, number: int, call: CallTrace) -> list[int]:
         if self._workspace is None and (nbytes := self._hardware.workspace_bytes):

@@ -3,10 +3,11 @@ time.
 
 Works on the problem with the plan's choices applied (`apply_choices`). Three channels run
 concurrently, each one block after another; a barrier ends every slot. Bytes on the device: weights
-resident or loaded by the slot, rings, activation, values and live-in bytes; the highest sum of a
-slot is its peak. A helper has a copy channel of its own; its loads are issued in the order of all.
-The compute channel is shared, since one device at a time computes; a call on a helper, and each
-block there of one that is split, begins and ends with what crosses to it and back.
+resident or loaded by the slot, ring buffers, activation, values and inputs bytes; the highest sum
+of a slot is its peak. A secondary device has a copy channel of its own; its loads are issued in the
+order of all. The compute channel is shared, since one device at a time computes; a call on a
+secondary device, and each block there of one that is split, begins and ends with what crosses to it
+and back.
 
 Copy channel and compute (`Timeline`):
 
@@ -16,13 +17,13 @@ Copy channel and compute (`Timeline`):
              ^ start                                        f  prefetch: loaded for a later slot
 
 Streamed blocks, and blocks that the slot loads for itself, are copied in call order, across calls.
-A prefetch is copied when the ring is full, in proportion to the streamed bytes, and only once it is
-in RAM; from a backing store on disk, the next block is read meanwhile. The executor uses the same
-rule, since it cannot know how long copies take. Remaining prefetches come last, those whose backing
-store is read in the same slot after the others. Prefetches from pageable memory are the last: the
-host waits for their copies, and has then queued all of the slot's compute. For the same reason a
-block is copied from pageable memory when the host has queued what comes before it. A block's
-compute waits for its copy; on the CPU, for its read in the same slot.
+A prefetch is copied when the ring buffer is full, in proportion to the streamed bytes, and only
+once it is in RAM; from a backing store on disk, the next block is read meanwhile. The executor uses
+the same rule, since it cannot know how long copies take. Remaining prefetches come last, those
+whose backing store is read in the same slot after the others. Prefetches from pageable memory are
+the last: the host waits for their copies, and has then queued all of the slot's compute. For the
+same reason a block is copied from pageable memory when the host has queued what comes before it. A
+block's compute waits for its copy; on the CPU, for its read in the same slot.
 
 Disk channel (`DiskChannel`), with reads into backing stores (r) and fetches for copies from backing
 stores on disk (d, s). Memory is page-locked while it is filled, and copied from when both are done:
@@ -74,9 +75,9 @@ from graphrun.model.problem import (
     Use,
     Variant,
 )
-from graphrun.model.ring import Ring
+from graphrun.model.ring_buffer import RingBuffer
 from graphrun.model.simulation import Moment, Simulation, SlotReport
-from graphrun.model.splits import crossings
+from graphrun.model.splits import transfers
 from graphrun.trace import Event
 from graphrun.units import round_up
 
@@ -124,7 +125,9 @@ class DiskChannel:
         )
         self._read_bytes = self._fetched_bytes = 0
         self._read_end: dict[Key, float] = {}
-        self._bounce_rings = {name: Ring(nbytes) for name, nbytes in bounce_bytes.items()}
+        self._bounce_ring_buffers = {
+            name: RingBuffer(nbytes) for name, nbytes in bounce_bytes.items()
+        }
         # of each fetched block
         self._copy_ends: dict[str, list[float]] = {name: [] for name in bounce_bytes}
         self._fetch_ends: dict[Key, float] = {}  # of fetches started ahead of their copies
@@ -139,7 +142,7 @@ class DiskChannel:
     def in_ram(self, key: Key) -> float:
         """When the block is in RAM for a copy: the end of its fetch (one per copy), or of its read
         and of the page locking; the slot's start without either."""
-        if key[0] not in self._bounce_rings:
+        if key[0] not in self._bounce_ring_buffers:
             return max(self._read_until(key), self._locked.get(key[0], self._start))
         self.start_fetch(key)
         return self._fetch_ends.pop(key)
@@ -147,12 +150,12 @@ class DiskChannel:
     def start_fetch(self, key: Key) -> None:
         """Start the fetch for the block's next copy, unless it was started. No effect if its
         backing store is not on disk."""
-        if key[0] in self._bounce_rings and key not in self._fetch_ends:
+        if key[0] in self._bounce_ring_buffers and key not in self._fetch_ends:
             self._fetch_ends[key] = self._fetch(key)
 
     def is_in_ram(self, key: Key, at_seconds: float) -> bool:
         """Whether the block is in RAM at that time, by the reads and fetches started so far."""
-        if key[0] in self._bounce_rings:
+        if key[0] in self._bounce_ring_buffers:
             return self._fetch_ends.get(key, at_seconds + 1.0) <= at_seconds
         never = at_seconds + 1.0
         read = key[0] not in self._read_components or self._read_end.get(key, never) <= at_seconds
@@ -164,7 +167,7 @@ class DiskChannel:
 
     def copied(self, key: Key, end_seconds: float) -> None:
         """Record the end of the block's copy, which frees its bytes in the bounce buffer."""
-        if key[0] in self._bounce_rings:
+        if key[0] in self._bounce_ring_buffers:
             self._copy_ends[key[0]].append(end_seconds)
 
     def finish(self) -> None:
@@ -188,7 +191,7 @@ class DiskChannel:
 
     def _fetch(self, key: Key) -> float:
         try:
-            released = self._bounce_rings[key[0]].place(self._sizes[key].nbytes).released
+            released = self._bounce_ring_buffers[key[0]].place(self._sizes[key].nbytes).released
         except ValueError as error:
             raise PlanError(f"the bounce buffer of {key[0]}: {error}") from error
         if released:
@@ -238,11 +241,12 @@ class Timeline:
     """Copies and compute of one slot, from ``start_seconds`` on.
 
     ``works``: all compute in order. ``prefetch``: blocks loaded for later slots, in order.
-    ``ring_bytes``: per streamed component. ``copies_from_seconds``: when copies may begin, after
-    spills and restores. ``pageable``: components whose backing stores are pageable. ``helpers``:
-    number of the helper of each (component, block group) that computes on one; ``crossings``: by
-    component that computes there, seconds in which what a call needs gets there, and its results
-    back; and its calls. ``hops``: the same seconds of each block on a helper.
+    ``ring_buffer_bytes``: per streamed component. ``copies_from_seconds``: when copies may begin,
+    after spills and restores. ``pageable``: components whose backing stores are pageable.
+    ``secondaries``: number of the secondary device of each (component, block group) that computes
+    on one; ``transfers``: by component that computes there, seconds in which what a call needs gets
+    there, and its results back; and its calls. ``hops``: the same seconds of each block on a
+    secondary device.
     """
 
     def __init__(
@@ -251,23 +255,23 @@ class Timeline:
         works: Sequence[Work],
         prefetch: Iterable[Key],
         sizes: Mapping[Key, Size],
-        ring_bytes: Mapping[str, int],
+        ring_buffer_bytes: Mapping[str, int],
         disk: DiskChannel,
         copies_from_seconds: float,
         pageable: Collection[str] = (),
-        helpers: Mapping[tuple[str, int], int] = MappingProxyType({}),
-        crossings: Mapping[str, tuple[float, float, int]] = MappingProxyType({}),
+        secondaries: Mapping[tuple[str, int], int] = MappingProxyType({}),
+        transfers: Mapping[str, tuple[float, float, int]] = MappingProxyType({}),
         hops: Mapping[Key, tuple[float, float]] = MappingProxyType({}),
     ) -> None:
         self.copies: list[Span] = []
         self.calls: dict[tuple[str, int], Span] = {}
         self._sizes, self._disk = sizes, disk
         self._compute_free = self._start = start_seconds  # when the compute channel is free
-        self._helpers, self._crossings, self._hops = helpers, crossings, hops
-        # when the copy channel of the device, and that of each helper, is free
+        self._secondaries, self._transfers, self._hops = secondaries, transfers, hops
+        # when the copy channel of the device, and that of each secondary device, is free
         self._copy_frees = {
             0: copies_from_seconds,
-            **dict.fromkeys(helpers.values(), start_seconds),
+            **dict.fromkeys(secondaries.values(), start_seconds),
         }
         self._prefetch = sorted(prefetch, key=lambda key: (key[0] in pageable, disk.reads(key[0])))[
             ::-1
@@ -279,12 +283,14 @@ class Timeline:
         )
         self._prefetched_bytes = self._streamed_bytes = 0
         self._load_ends: dict[Key, float] = {}
-        self._rings = {name: Ring(nbytes) for name, nbytes in ring_bytes.items()}
+        self._ring_buffers = {
+            name: RingBuffer(nbytes) for name, nbytes in ring_buffer_bytes.items()
+        }
         # of each placed block
-        self._compute_ends: dict[str, list[float]] = {name: [] for name in ring_bytes}
+        self._compute_ends: dict[str, list[float]] = {name: [] for name in ring_buffer_bytes}
         streamed = [work for work in works if work.source == "stream"]
         # of the streamed blocks of each component, in order
-        sizes_of = {name: list[int]() for name in ring_bytes}
+        sizes_of = {name: list[int]() for name in ring_buffer_bytes}
         for work in streamed:
             sizes_of[work.key[0]].append(sizes[work.key].nbytes)
         # bytes of the block behind each one
@@ -292,8 +298,8 @@ class Timeline:
         for (name, call), of in groupby(works, key=lambda work: (work.key[0], work.call)):
             self._call(name, call, list(of))
         ran = Counter(name for name, _ in self.calls)
-        for name, (to_helper, back, calls) in crossings.items():  # of calls that run no block
-            self._compute_free += (calls - ran[name]) * (to_helper + back)
+        for name, (to_secondary, back, calls) in transfers.items():  # of calls that run no block
+            self._compute_free += (calls - ran[name]) * (to_secondary + back)
         while self._prefetch:
             self._issue_prefetch()
         disk.finish()
@@ -302,8 +308,8 @@ class Timeline:
     def _call(self, name: str, call: int, works: Sequence[Work]) -> None:
         """Compute of one call of a component, with the copies that it waits for."""
         began: float | None = None
-        to_helper, back, _ = self._crossings.get(name, (0.0, 0.0, 0))
-        self._compute_free += to_helper
+        to_secondary, back, _ = self._transfers.get(name, (0.0, 0.0, 0))
+        self._compute_free += to_secondary
         hops = {work.key: self._hops[work.key] for work in works if work.key in self._hops}
         for work in works:
             to_block, back_from_block = hops.pop(work.key, (0.0, 0.0))
@@ -330,17 +336,17 @@ class Timeline:
 
     def _stream(self, key: Key) -> float:
         try:
-            ring_slot = self._rings[key[0]].place(
+            ring_buffer_slot = self._ring_buffers[key[0]].place(
                 self._sizes[key].nbytes, next(self._following[key[0]], 0)
             )
         except ValueError as error:
             raise PlanError(f"stream {key[0]}: {error}") from error
         ready = (
-            self._compute_ends[key[0]][ring_slot.released[-1]]
-            if ring_slot.released
+            self._compute_ends[key[0]][ring_buffer_slot.released[-1]]
+            if ring_buffer_slot.released
             else self._start
         )
-        if ring_slot.released:
+        if ring_buffer_slot.released:
             self._issue_due_prefetch(self._copy_frees[0])
             self._issue_due_prefetch(max(self._copy_frees[0], ready))
         self._streamed_bytes += self._sizes[key].nbytes
@@ -369,9 +375,9 @@ class Timeline:
         self._copy("load", key, max(at_seconds, self._disk.in_ram(key)))
 
     def _copy(self, kind: str, key: Key, ready: float) -> float:
-        helper = self._helpers.get(key[:2], 0)
-        start = max(self._copy_frees[helper], ready)
-        end = self._copy_frees[helper] = start + self._sizes[key].seconds
+        secondary = self._secondaries.get(key[:2], 0)
+        start = max(self._copy_frees[secondary], ready)
+        end = self._copy_frees[secondary] = start + self._sizes[key].seconds
         self._disk.copied(key, end)
         self.copies.append(Span(kind, key, 0, start, end))
         return end
@@ -431,7 +437,7 @@ def simulate(problem: Problem, plan: Plan) -> Simulation:
     """Bytes and seconds of ``plan``, which should be valid by `check`.
 
     Raises PlanError if the plan cannot be executed at all: a needed block is not available or does
-    not fit its ring, a name is unknown, or the problem does not have or allow a choice.
+    not fit its ring buffer, a name is unknown, or the problem does not have or allow a choice.
     """
     applied = apply_choices(problem, plan)
     state = _State(
@@ -477,11 +483,11 @@ class _State:
         self.pageable = {
             of.name for of in problem.components if of.variants[0].backing_store == "pageable"
         }
-        self.helpers = {
-            (of.name, k): helper
+        self.secondaries = {
+            (of.name, k): secondary
             for of in problem.components
             for k, group in enumerate(of.groups)
-            if (helper := of.variants[0].helper or group.helper)
+            if (secondary := of.variants[0].secondary or group.secondary)
         }
         self.resident = {key for name, blocks in finds for key in self._keys(name, blocks)}
         self.now = 0.0
@@ -506,41 +512,41 @@ class _State:
             if isinstance(action, Load)
             for key in of
         ]
-        rings = {
-            action.component: action.ring_bytes
+        ring_buffers = {
+            action.component: action.ring_buffer_bytes
             for action in slot.actions
             if isinstance(action, Stream)
         }
         value_copies, copies_from = self._value_copies(index, slot)
         self.resident -= set(evicted)
-        works, activation, values = self._works(index, slot, set(loads), rings)
+        works, activation, values = self._works(index, slot, set(loads), ring_buffers)
         used = {work.key for work in works}
         disk = self._disk(slot, [*loads, *(work.key for work in works if work.source == "stream")])
         later = (key for key in loads if key not in used)
-        crossings, hops = self._crossings(slot)
+        transfers, hops = self._transfers(slot)
         line = Timeline(
             start,
             works,
             later,
             self.sizes,
-            rings,
+            ring_buffers,
             disk,
             copies_from,
             self.pageable,
-            self.helpers,
-            crossings,
+            self.secondaries,
+            transfers,
             hops,
         )
         self.now = line.end_seconds
         held = self._device_bytes(self.resident | set(loads))
-        ring = sum(round_up(nbytes, ALLOCATION_BYTES) for nbytes in rings.values())
+        ring_buffer = sum(round_up(nbytes, ALLOCATION_BYTES) for nbytes in ring_buffers.values())
         host, pinned = self.host.slot(slot)
         report = SlotReport(
             phase=slot.phase,
             part=slot.part,
-            peak_bytes=held + ring + activation + values,
+            peak_bytes=held + ring_buffer + activation + values,
             resident_bytes=held,
-            ring_bytes=ring,
+            ring_buffer_bytes=ring_buffer,
             activation_bytes=activation,
             values_bytes=values,
             streamed_bytes=sum(
@@ -555,7 +561,7 @@ class _State:
             host_bytes=host,
             pinned_bytes=pinned,
             disk_bytes_read=sum(self.sizes[key].read_bytes for _, key, _, _ in disk.spans),
-            helper_peaks=self._helper_peaks(slot, self.resident | set(loads)),
+            secondary_peaks=self._secondary_peaks(slot, self.resident | set(loads)),
         )
         self.events += [self._event(index, Span("evict", key, 0, start, start)) for key in evicted]
         spans = (
@@ -618,9 +624,9 @@ class _State:
         return DiskChannel(self.now, reads, self.sizes, bounce_bytes, fetch_bytes, locked)
 
     def _works(
-        self, index: int, slot: Slot, loads: set[Key], rings: dict[str, int]
+        self, index: int, slot: Slot, loads: set[Key], ring_buffers: dict[str, int]
     ) -> tuple[list[Work], int, int]:
-        """All compute in order, the bytes of activation, and the bytes of values and live-in
+        """All compute in order, the bytes of activation, and the bytes of values and inputs
         tensors."""
         if slot.part == "end":
             return [], 0, 0
@@ -640,14 +646,14 @@ class _State:
             for key, seconds, call in self._blocks_in_order(phase, slot)
         ]
         if missing := next(
-            (w.key for w in works if w.source == "stream" and w.key[0] not in rings), None
+            (w.key for w in works if w.source == "stream" and w.key[0] not in ring_buffers), None
         ):
             raise PlanError(
                 f"slot {index}: {self._path(missing)} of {missing[0]} is needed, but neither resident, loaded nor streamed"
             )
         activation = {"first": phase.first_bytes, "steady": phase.steady_bytes}.get(slot.part, 0)
         values = self.problem.value_bytes(number) - self.host.spilled_bytes(slot)
-        return works, activation, values + phase.live_in_bytes
+        return works, activation, values + phase.input_bytes
 
     def _blocks_in_order(self, phase: PhaseNumbers, slot: Slot) -> Iterator[tuple[Key, float, int]]:
         """(block, seconds, call) in order: in each call all components in turn. A group runs in its
@@ -691,7 +697,7 @@ class _State:
                 held += (
                     activation
                     if isinstance(action, Run)
-                    else round_up(action.ring_bytes, ALLOCATION_BYTES)
+                    else round_up(action.ring_buffer_bytes, ALLOCATION_BYTES)
                 )
                 end = self.now
             elif not isinstance(action, Drop):
@@ -735,37 +741,39 @@ class _State:
                 raise PlanError(f"{component} has no blocks {name}{list(indices)}{why}")
         return [(component, index[name], i) for name, indices in blocks for i in indices]
 
-    def _device_bytes(self, keys: Iterable[Key], helper: int = 0) -> int:
-        """Bytes of those of ``keys`` that are for the device, or for a helper."""
-        own = (key for key in keys if self.helpers.get(key[:2], 0) == helper)
+    def _device_bytes(self, keys: Iterable[Key], secondary: int = 0) -> int:
+        """Bytes of those of ``keys`` that are for the device, or for a secondary device."""
+        own = (key for key in keys if self.secondaries.get(key[:2], 0) == secondary)
         return sum(round_up(self.sizes[key].nbytes, ALLOCATION_BYTES) for key in own)
 
-    def _helper_peaks(self, slot: Slot, keys: Collection[Key]) -> tuple[int, ...]:
-        """Bytes on each helper."""
-        working = [0] * len(self.problem.helpers)
+    def _secondary_peaks(self, slot: Slot, keys: Collection[Key]) -> tuple[int, ...]:
+        """Bytes on each secondary device."""
+        working = [0] * len(self.problem.secondaries)
         if slot.part in ("first", "steady"):
-            working = [of[slot.part == "steady"] for of in self.phases[slot.phase][1].helper_bytes]
+            working = [
+                of[slot.part == "steady"] for of in self.phases[slot.phase][1].secondary_bytes
+            ]
         return tuple(
             self._device_bytes(keys, number) + more for number, more in enumerate(working, 1)
         )
 
-    def _crossings(
+    def _transfers(
         self, slot: Slot
     ) -> tuple[dict[str, tuple[float, float, int]], dict[Key, tuple[float, float]]]:
-        """For each component that the slot calls on a helper, seconds in which arguments and
-        results of a call cross, and calls; and for each block on a helper of one that is split,
-        seconds in which what it gets and gives crosses."""
+        """For each component that the slot calls on a secondary device, seconds in which arguments
+        and results of a call cross, and calls; and for each block on a secondary device of one that
+        is split, seconds in which what it gets and gives crosses."""
         whole, hops = dict[str, tuple[float, float, int]](), dict[Key, tuple[float, float]]()
         for use in self.phases[slot.phase][1].uses if slot.part in ("first", "steady") else ():
             component = self._component(use.component)
-            if helper := component.variants[0].helper:
+            if secondary := component.variants[0].secondary:
                 whole[use.component] = (
-                    *self.problem.crossing_seconds(helper, use.crossing),
+                    *self.problem.transfer_seconds(secondary, use.transfer),
                     use.calls_in(slot.part),
                 )
-            for (k, i), of in crossings(use, component).items():
+            for (k, i), of in transfers(use, component).items():
                 hops[use.component, k, i] = self.problem.tensors_cross_seconds(
-                    of.helper, of.to, of.back
+                    of.secondary, of.to, of.back
                 )
         return whole, hops
 

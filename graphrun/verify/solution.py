@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from graphrun.model.plan import Plan
+from graphrun.model.choices import apply_choices
+from graphrun.model.plan import Plan, Violation
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
 from graphrun.verify.check import check
@@ -27,9 +28,30 @@ def in_pages(solution: Solution) -> Solution:
     `Problem.counts_pages`."""
     if not solution.problem.counts_pages:
         return solution
-    devices = range(len(solution.problem.helpers) + 1)
+    devices = range(len(solution.problem.secondaries) + 1)
     pages = [reserved_bytes(solution.chosen, solution.plan, number) for number in devices]
     return replace(solution, simulation=solution.simulation.in_pages(*pages))
+
+
+def broken_rules(problem: Problem, plan: Plan) -> tuple[Violation, ...]:
+    """Return every rule that ``plan`` breaks: those of `check`; if none, the rule ``pages``.
+
+    That rule: what the allocator of a device reserves in a slot is within the budget.
+    """
+    broken = check(problem, plan)
+    if broken or not problem.counts_pages:
+        return broken
+    chosen = apply_choices(problem, plan)
+    budgets = (
+        problem.effective_bytes,
+        *(secondary.effective_bytes for secondary in problem.secondaries),
+    )
+    return tuple(
+        Violation("pages", slot, -1, f"{nbytes} bytes reserved in pages > {budget} bytes")
+        for number, budget in enumerate(budgets)
+        for slot, nbytes in enumerate(reserved_bytes(chosen, plan, number))
+        if nbytes > budget
+    )
 
 
 def checked_solution(

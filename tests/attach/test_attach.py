@@ -131,7 +131,29 @@ def test_an_entry_that_the_dry_run_lacked_is_planned_when_it_comes(sd: Attached)
     assert equal((got, seen), want)
     assert sd.attachment.replans[0] == "vae.decode"
     assert sd.device.allocated_bytes == sd.attachment.held_bytes
-    assert "planned again at vae.decode" in sd.attachment.report()
+    report = sd.attachment.report()
+    assert "planned again at vae.decode" in report
+    assert report.endswith("\nthe run matched the plan; left on the device: 0 B")
+    assert sd.attachment.summary()["verdict"] == "the run matched the plan"
+
+
+def test_a_call_that_takes_more_than_planned_warns_and_the_report_says_it(
+    sd: Attached, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem_for = Attachment.problem
+
+    def lowered(*args: Any, **kwargs: Any) -> Problem:
+        problem = problem_for(*args, **kwargs)
+        phases = (replace(phase, first_bytes=phase.first_bytes // 2) for phase in problem.phases)
+        return replace(problem, phases=tuple(phases))
+
+    monkeypatch.setattr(Attachment, "problem", lowered)
+    for _ in range(2):  # a first call, and one that finds weights on the device
+        with pytest.warns(RuntimeWarning, match="the run took more than planned: .* instead of"):
+            sd.seeded()
+    assert "the run took more than planned: " in sd.attachment.report()
+    assert "the run took more than planned: " in sd.attachment.summary()["verdict"]
+    assert not sd.attachment.summary()["measured"]["kept_plan"]
 
 
 def test_another_scheduler_and_tiling_get_plans_of_their_own(sd: Attached) -> None:
@@ -181,10 +203,10 @@ def test_a_small_budget_streams_and_one_that_is_too_small_is_refused_with_the_le
         assert streamed
         assert attached.summary()["measured"]["kept_plan"]
         assert pipe.graphrun is attached
-        assert "the plan was kept" in attached.report()
+        assert "the run matched the plan" in attached.report()
         assert len(attached.report().splitlines()) < 24
         assert all(phase.name in attached.report() for phase in attached.solution.problem.phases)
-        assert "held as" in attached.report(full=True)
+        assert "stored as" in attached.report(full=True)
 
 
 def test_the_least_budget_works_for_what_the_caller_has_on_the_device() -> None:

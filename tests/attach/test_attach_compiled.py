@@ -1,4 +1,4 @@
-"""Pipelines with compiled blocks: weights are placed anew without compiling again, and results are
+"""Pipelines with compiled blocks: weights are placed again without compiling again, and results are
 those of the plain compiled one.
 
 On the CPU as a device of the executor, since there is a compiler for it."""
@@ -149,7 +149,7 @@ def test_a_plan_that_moves_parts_of_a_compiled_block_is_refused() -> None:
     )
     module = Small()
     groups = (
-        BlockGroup("remainder", ("",), False),
+        BlockGroup("unblocked", ("",), False),
         BlockGroup("wide", ("wide.0.up", "wide.1.up"), True),
     )
     of = problem({"a": module}, [[use("a", 1, hardware())]])

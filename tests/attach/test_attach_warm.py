@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graphrun
 from graphrun.diffusers_.attach import Attachment
 from graphrun.errors import InputError
-from graphrun.report.summary import broken_caps
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.sim import Machine
 from graphrun.solve.infeasible import Infeasible
@@ -69,7 +68,7 @@ class Warm:
     def checked_moved_bytes(self) -> int:
         assert self.attached.solution is not None
         assert self.attached.trace is not None
-        assert broken_caps(self.attached.solution, self.attached.trace) == []
+        assert self.attached.trace.overruns == ()
         # each block rounded up to an allocation
         planned_bytes = self.attached.solution.simulation.moved_bytes
         assert 0.98 * planned_bytes <= self.attached.trace.moved_bytes <= planned_bytes

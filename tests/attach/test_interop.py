@@ -151,7 +151,7 @@ def test_a_device_map_dispatches_with_the_same_output(tmp_path: Path) -> None:
     ]
     kept = dict(streams[-1].keep or ())
     blocks = {k.name: k.blocks for k in solution.problem.component("transformer").groups}
-    stay = {blocks[k][i] for k, indices in kept.items() if k != "remainder" for i in indices}
+    stay = {blocks[k][i] for k, indices in kept.items() if k != "unblocked" for i in indices}
     assert stay
     assert stay == {path for path, place in placements.items() if place == 0} & {
         path for paths in blocks.values() for path in paths
@@ -212,7 +212,7 @@ def test_a_plan_follows_its_device_map() -> None:
     names = [f"transformer_blocks.{i}" for i in range(4)] + [
         f"single_transformer_blocks.{i}" for i in range(8)
     ]
-    remainder = dict.fromkeys(
+    unblocked = dict.fromkeys(
         ("x_embedder", "context_embedder", "time_text_embed", "norm_out", "proj_out", "pos_embed"),
         0,
     )
@@ -221,7 +221,7 @@ def test_a_plan_follows_its_device_map() -> None:
         return plan_for(
             problem,
             {
-                "transformer": remainder
+                "transformer": unblocked
                 | {n: 0 if i < resident else "cpu" for i, n in enumerate(names)}
             },
         )
@@ -237,7 +237,7 @@ def test_a_plan_follows_its_device_map() -> None:
     first = found[1].plan.slots[0]
     (load,) = [a for a in first.actions if isinstance(a, Load) and a.component == "transformer"]
     assert {name: len(indices) for name, indices in load.blocks or ()} == {
-        "remainder": 1,
+        "unblocked": 1,
         "transformer_blocks": 4,
         "single_transformer_blocks": 2,
     }

@@ -21,7 +21,7 @@ Load = Callable[..., Any]
 
 
 def written(folder: Path, name: str, *changes: tuple[str, str]) -> Any:
-    """The graph ``name`` in small, with texts of its file replaced."""
+    """The graph ``name`` tiny, with texts of its file replaced."""
     text = (GRAPHS / f"{name}.yaml").read_text()
     for old, new in (
         *changes,

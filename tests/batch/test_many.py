@@ -64,7 +64,7 @@ def test_on_two_devices_every_request_has_the_bits_of_one(batch: Any) -> None:
     )
     slots = [slot for _, _, trace in found.traces for slot in trace.slots]
     assert max(slot.peak_bytes for slot in slots) <= 3 * MIB
-    assert 0 < max(slot.helper_peaks[0] for slot in slots) <= 6 * MIB
+    assert 0 < max(slot.secondary_peaks[0] for slot in slots) <= 6 * MIB
 
 
 def test_a_batch_that_finds_cached_embeddings_loads_no_encoder(
@@ -222,7 +222,7 @@ def test_values_beyond_their_ram_wait_on_disk() -> None:
         assert not values.has(2, "encode.embeds")
 
 
-def test_memory_that_vanishes_during_a_request_has_its_remainder_planned_again(
+def test_memory_that_vanishes_during_a_request_has_its_unblocked_planned_again(
     batch: Any, flux: Any, problem: Problem
 ) -> None:
     modules = {name: build(component, flux) for name, component in flux.components.items()}

@@ -18,7 +18,7 @@ import numpy as np
 from graphrun.cluster.columns import SHARES, Kind, Pricing, kinds_of
 from graphrun.cluster.machines import Cluster, Device, Host, Link
 from graphrun.cluster.placement import Assignment, Column, Objective, Placement
-from graphrun.model.problem import Helper, ValueNumbers
+from graphrun.model.problem import Secondary, ValueNumbers
 from graphrun.profile.hardware import simulated
 
 Unit = tuple[Device, ...]  # devices that hold a column, the main one first
@@ -91,7 +91,7 @@ class Case:
         able = [
             own
             for own in held
-            if len(self.parts(own)) == 1 or (apart and not kind.helpers and self._separate(own))
+            if len(self.parts(own)) == 1 or (apart and not kind.secondaries and self._separate(own))
         ]
         priced = (self.price(kind, own, share) for own in able for share in SHARES)
         return list(dict.fromkeys(column for column in priced if column is not None))
@@ -242,7 +242,7 @@ def kind_of(case: Case, unit: Unit) -> Kind:
     """The kind of ``unit``."""
     kinds = kinds_of(case.cluster)
     return kinds[unit[0].name]._replace(
-        helpers=tuple(Helper(of.hardware, of.vram_bytes) for of in unit[1:])
+        secondaries=tuple(Secondary(of.hardware, of.vram_bytes) for of in unit[1:])
     )
 
 

@@ -108,6 +108,24 @@ def test_items_have_the_bits_of_one_device_in_order_at_the_planned_time(
     assert {event["pid"] for event in events} == {1, 2, 3}
 
 
+def test_a_batch_has_what_took_more_than_planned_on_a_device(
+    flux: Any, crew: Any, cached_dry_runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    estimate = graphrun.estimate
+
+    def lowered(*args: Any, **kwargs: Any) -> Any:
+        problem = estimate(*args, **kwargs)
+        phases = (replace(phase, first_bytes=phase.first_bytes // 2) for phase in problem.phases)
+        return replace(problem, phases=tuple(phases))
+
+    monkeypatch.setattr(graphrun, "estimate", lowered)
+    low = placed(flux, 3, cached_dry_runs)
+    batch = ran_by(flux, low, crew(low), REQUESTS[:1])
+    assert batch.verdict.startswith("the run took more than planned: ")
+    slots = {overrun.slot for overrun in batch.overruns}
+    assert {slot.partition("/")[0] for slot in slots} == {"encode", "denoise", "decode"}
+
+
 @pytest.mark.parametrize("items", [1, 3])
 def test_a_device_that_waits_for_values_loads_meanwhile(
     flux: Any, crew: Any, single: Any, cached_dry_runs: Path, items: int
@@ -254,7 +272,7 @@ def test_a_slow_link_holds_devices_back_and_changes_no_bit(
     slow = replace(pipeline, cluster=cluster_of(3, 1e4))
     batch = ran_by(flux, slow, crew(slow), REQUESTS)
     assert pictures(batch) == single
-    sent = sum(of.nbytes for of in pipeline.crossings() if of.to == ("decode",))
+    sent = sum(of.nbytes for of in pipeline.transfers() if of.to == ("decode",))
     assert batch.seconds > len(REQUESTS) * sent / 1e4
     starts = sorted(lane.start_seconds for lane in batch.lanes if lane.stages == ("decode",))
     assert starts[1] - starts[0] == pytest.approx(sent / 1e4, rel=0.05)
@@ -395,18 +413,18 @@ def test_a_device_with_less_memory_than_planned_plans_again_or_says_so(
         ran_by(flux, pipeline, shrunk(0.001), REQUESTS[:1])
 
 
-def test_a_helper_with_less_memory_than_planned_plans_again(
+def test_a_secondary_with_less_memory_than_planned_plans_again(
     flux: Any, crew: Any, single: Any, cached_dry_runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = placed(flux, 3, cached_dry_runs, (("denoise", "decode"), ("encode",)), together=(2, 1))
     solution = both.assignments[0].column.solution
     assert solution is not None
-    peak = max(of.helper_peaks[0] for of in solution.simulation.slots)
+    peak = max(of.secondary_peaks[0] for of in solution.simulation.slots)
 
     def small(problem: Any) -> Any:
         device: Any = open_device(problem)
-        for helper in device.helpers:
-            helper.machine.capacity_bytes = peak // 2
+        for secondary in device.secondaries:
+            secondary.machine.capacity_bytes = peak // 2
         return device
 
     monkeypatch.setattr("graphrun.cluster.worker.open_device", small)

@@ -100,11 +100,13 @@ def test_devices_are_put_together_where_that_is_better_and_only_there() -> None:
         for most in (1, 2)
     ]
     pairs = list(zip(found[::2], found[1::2], strict=True))
-    assert any(more is not None and any(of.helpers for of in more.assignments) for _, more in pairs)
+    assert any(
+        more is not None and any(of.secondaries for of in more.assignments) for _, more in pairs
+    )
     for one, more in pairs:
         if one is not None and more is not None:
             assert more.latency_seconds < one.latency_seconds or not any(
-                of.helpers for of in more.assignments
+                of.secondaries for of in more.assignments
             )
 
 

@@ -98,9 +98,9 @@ def test_two_devices_of_a_host_hold_what_one_would_stream(
         json.loads(graphrun(*asked, "--json", "--objective", of)[1])
         for of in ("latency", "throughput")
     )
-    assert [len(of["helpers"]) for of in alone["devices"]] == [1]
+    assert [len(of["secondaries"]) for of in alone["devices"]] == [1]
     assert alone["latency_seconds"] < 0.9 * alone["replicas"]["latency_seconds"]
-    assert [of["helpers"] for of in apart["devices"]] == [[], []]
+    assert [of["secondaries"] for of in apart["devices"]] == [[], []]
 
 
 @pytest.mark.parametrize(

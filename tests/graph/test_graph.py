@@ -121,7 +121,7 @@ def changed(tmp_path: Path, *changes: tuple[str, str]) -> str:
 @pytest.mark.parametrize(
     "change",
     [
-        ("# FLUX in small", "# Something else"),
+        ("# FLUX tiny", "# Something else"),
         ("name: flux-tiny", "name: other"),
         ("  height: $height\n      width: $width", "  width: $width\n      height: $height"),
         ("dtype: bfloat16}", "seed: 5, dtype: bfloat16}"),

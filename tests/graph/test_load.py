@@ -260,17 +260,74 @@ def test_refused(old: str, new: str, message: str, tmp_path: Path) -> None:
     assert message.replace("FOLDER", str(tmp_path)) in refusal(written(tmp_path, (old, new)))
 
 
-def test_one_mistake_is_one_problem(tmp_path: Path) -> None:
-    for case in (
-        "unknown key",
-        "dangling input",
-        "dangling output",
-        "unknown component",
-        "wrong type",
-        "unknown op",
-    ):
-        old, new, message = STRICT[case]
-        assert refusal(written(tmp_path, (old, new))) == [message]
+# these changes are two mistakes: a reference dangles, an input is unused
+TWO = (
+    "name",
+    "argument's kind",
+)
+
+
+@pytest.mark.parametrize("case", [case for case in STRICT if case not in TWO])
+def test_one_mistake_is_one_problem(case: str, tmp_path: Path) -> None:
+    old, new, message = STRICT[case]
+    assert refusal(written(tmp_path, (old, new))) == [message.replace("FOLDER", str(tmp_path))]
+
+
+SIX = (
+    ("name: flux-tiny", "name: flux/tiny", "4: name: 'flux/tiny' cannot be a graph's name"),
+    (
+        "{type: int, default: 4,",
+        "{type: integer, default: 4,",
+        "11: inputs.steps.type: unknown type 'integer'",
+    ),
+    (
+        "/tiny-flux-vae.json",
+        "/nowhere.json",
+        f"20: components.vae.config: {GRAPHS}/configs/nowhere.json: no such file",
+    ),
+    ("op: encode_prompt", "op: encode_promt", "35: stages.encode.op: unknown op 'encode_promt'"),
+    (
+        "uses: [transformer]",
+        "uses: [tranformer]",
+        "40: stages.denoise.uses.0: unknown component 'tranformer'",
+    ),
+    (
+        "latents: $denoise.latents",
+        "latents: $denois.latents",
+        "51: stages.decode.with.latents: no such stage 'denois'",
+    ),
+)
+
+
+def test_six_mistakes_of_several_kinds_are_reported_together(tmp_path: Path) -> None:
+    """In the shape of entries, in files, and in names that refer to others; none hides another."""
+    lines = refusal(written(tmp_path, *((old, new) for old, new, _ in SIX)))
+    assert [line[: len(start)] for line, (_, _, start) in zip(lines, SIX, strict=True)] == [
+        start for _, _, start in SIX
+    ]
+
+
+WRONG_SHAPES = {
+    "an input": ("{type: str,", "{type: text,"),
+    "a component": ("class: diffusers.AutoencoderKL, ", ""),
+    "a part": ("  scheduler: {class: diffusers.FlowMatchEulerDiscreteScheduler,", "  scheduler: {"),
+    "a stage": ("op: encode_prompt", "op:"),
+    "an argument": ("steps: $steps", "steps: {a: {b: 1}}"),
+    "a list": ("uses: [vae]", "uses: [1, 2]"),
+    "an output": ("outputs: {image: $decode.image}", "outputs: {image: 5}"),
+    "a key of an item": ("outputs:", "directives: {keep: vae}\noutputs:"),
+}
+
+
+@pytest.mark.parametrize(("old", "new"), WRONG_SHAPES.values(), ids=WRONG_SHAPES)
+def test_an_entry_of_a_wrong_shape_hides_no_other_mistake_and_adds_none(
+    old: str, new: str, tmp_path: Path
+) -> None:
+    alone = refusal(written(tmp_path, (old, new)))
+    assert len({line.partition(":")[0] for line in alone}) == 1
+    other = ("height: $height\n", "height: $heigth\n")
+    (more,) = set(refusal(written(tmp_path, (old, new), other))) - set(alone)
+    assert ".with.height: no such input 'heigth'; did you mean 'height'?" in more
 
 
 def test_all_problems_are_said_in_the_order_of_lines(tmp_path: Path) -> None:

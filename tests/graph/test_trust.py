@@ -34,7 +34,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def asking(folder: Path, package: str, part: str) -> Path:
-    """FLUX in small, with ``part`` for its scheduler, that asks for ``package``."""
+    """FLUX tiny, with ``part`` for its scheduler, that asks for ``package``."""
     path = folder / "graph.yaml"
     text = (GRAPHS / "flux-tiny.yaml").read_text()
     assert SCHEDULER in text

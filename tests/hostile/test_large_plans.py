@@ -112,7 +112,7 @@ RANGES = " ".join(f"g{number}[0-999999]" for number in range(60))
 LINES = {
     "load": f"slot end\n  load a {RANGES} from pinned",
     "evict": f"slot end\n  evict a {RANGES}",
-    "stream": f"slot end\n  stream a keep {RANGES} ring 1 MiB",
+    "stream": f"slot end\n  stream a keep {RANGES} ring buffer 1 MiB",
     "many actions": "slot end\n" + "  evict a g[0-999]\n" * 60_000,
     "finds": f"finds a {RANGES}",
     "leaves": f"leaves a {RANGES}",
@@ -139,7 +139,9 @@ def test_a_range_that_runs_backwards_lowers_no_count() -> None:
         parse("plan 0\nslot end\n  evict a g[9-0]")
 
 
-@pytest.mark.parametrize("line", ["slot a steady x{}", "slot end\n  stream a keep none ring {} B"])
+@pytest.mark.parametrize(
+    "line", ["slot a steady x{}", "slot end\n  stream a keep none ring buffer {} B"]
+)
 def test_numbers_of_too_many_digits(line: str) -> None:
     with pytest.raises(PlanError, match="expected '"):
         parse(f"plan 0\n{line.format('9' * 5_000)}")

@@ -21,9 +21,11 @@ NOT_HERE = {
     for key in ("variant", "needs_permission", "refusal")
 }
 HELPER_KEYS = ("hardware", "budget_bytes", "effective_bytes", "peak_bytes", "components[]")
-NOT_HERE |= {f"plan --cluster: crossings[].{key}" for key in ("value", "to[]", "nbytes", "seconds")}
-NOT_HERE |= {f"plan --cluster: devices[].helpers[].{key}" for key in ("hardware", "vram_bytes")}
-NOT_HERE |= {f"{PLAN}: helpers[].{key}" for key in HELPER_KEYS} | {"frontier: device"}
+NOT_HERE |= {f"plan --cluster: transfers[].{key}" for key in ("value", "to[]", "nbytes", "seconds")}
+NOT_HERE |= {
+    f"plan --cluster: devices[].secondary devices[].{key}" for key in ("hardware", "vram_bytes")
+}
+NOT_HERE |= {f"{PLAN}: secondary devices[].{key}" for key in HELPER_KEYS} | {"frontier: device"}
 CASES = [
     (PLAN, ("plan", "plan.json")),
     (PLAN, ("explain", "plan.json")),
@@ -88,7 +90,8 @@ def test_every_key_is_documented_and_printed(graphrun: Cli) -> None:
     assert graphrun("export", "plan.json", "--as", "accelerate", "-o", "maps.json")[0] == 0
     broken = json.loads(Path("plan.json").read_text())
     broken["actions"] = [
-        re.sub(r"ring [\d.]+ [KM]iB", "ring 1 KiB", line) for line in broken["actions"]
+        re.sub(r"ring buffer [\d.]+ [KM]iB", "ring buffer 1 KiB", line)
+        for line in broken["actions"]
     ]
     Path("broken.json").write_text(json.dumps(broken))
     Path("requests.jsonl").write_text('{"prompt": "a cat"}\n{"prompt": "a dog", "steps": 0}\n')

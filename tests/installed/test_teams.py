@@ -64,7 +64,7 @@ def test_check_as_data(graphrun: Cli) -> None:
     assert (found["ok"], found["violations"], found["peak_bytes"]) == (True, [], plan["peak_bytes"])
     assert found["actions"] == sum(line.startswith("  ") for line in plan["actions"])
     plan["actions"] = [
-        re.sub(r"ring [\d.]+ [KM]iB", "ring 1 KiB", line) for line in plan["actions"]
+        re.sub(r"ring buffer [\d.]+ [KM]iB", "ring buffer 1 KiB", line) for line in plan["actions"]
     ]
     Path("plan.json").write_text(json.dumps(plan))
     code, out, err = graphrun("check", "plan.json", "--json")
@@ -72,7 +72,7 @@ def test_check_as_data(graphrun: Cli) -> None:
         code,
         json.loads(out)["ok"],
         {each["rule"] for each in json.loads(out)["violations"]},
-    ) == (2, False, {"ring"})
+    ) == (2, False, {"ring_buffer"})
     assert "the plan is refused" in err
 
 

@@ -143,7 +143,7 @@ def test_the_trained_pipeline_draws_from_the_wheel(shell: Shell, tmp_path: Path)
     drawn = shell(
         'graphrun run shapes --prompt "a red circle left of a blue square on white" --device sim --vram 4M -o picture.png'
     )
-    assert "the plan was kept" in drawn.stdout, drawn.stderr
+    assert "the run matched the plan" in drawn.stdout, drawn.stderr
     assert (tmp_path / "empty" / "picture.png").is_file()
 
 

@@ -289,7 +289,7 @@ def test_a_run_from_the_hub(hub: Hub, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "org/shapes at bbbbbbbb: " in done.stderr
-    assert "the plan was kept" in done.stdout
+    assert "the run matched the plan" in done.stdout
     own = subprocess.run(
         [*command[:5], *command[7:], "-o", "own.png"], cwd=tmp_path, capture_output=True, text=True
     )

@@ -60,7 +60,7 @@ class Tables:
         self.first = [table.to(device) for table in self.first]
 
 
-def test_tables_of_a_helper_object_are_restored() -> None:
+def test_tables_of_a_secondary_object_are_restored() -> None:
     module = nn.Module()
     module.rotary = Tables()
     with sim.Machine() as machine:

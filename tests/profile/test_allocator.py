@@ -108,7 +108,7 @@ def test_native_segments_do_not_grow_so_larger_requests_take_new_ones() -> None:
     assert expandable.used_bytes == 40 * MIB
 
 
-def test_a_large_native_block_keeps_a_remainder_of_a_mebibyte() -> None:
+def test_a_large_native_block_keeps_a_unblocked_of_a_mebibyte() -> None:
     allocator = Native()
     allocator.allocate(1, 12 * MIB)
     allocator.release(1)

@@ -48,16 +48,16 @@ def test_inner_list_elements_are_the_blocks_if_they_make_up_most_of_an_element()
 
 def test_groups_are_in_call_order_not_in_creation_order() -> None:
     entered = [*paths("single", 3), "double.1", "double.0"]
-    remainder, first, second = group_blocks(Net(2, 3), [Call(entered=entered)])
-    assert (remainder.blocks, remainder.streamable) == (("",), False)
+    unblocked, first, second = group_blocks(Net(2, 3), [Call(entered=entered)])
+    assert (unblocked.blocks, unblocked.streamable) == (("",), False)
     assert (first.name, first.blocks) == ("single", tuple(paths("single", 3)))
     assert (second.name, second.blocks) == ("double", ("double.1", "double.0"))
 
 
-def test_blocks_that_no_call_entered_are_in_the_remainder() -> None:
+def test_blocks_that_no_call_entered_are_in_the_unblocked() -> None:
     assert [
         group.name for group in group_blocks(Net(2, 3), [Call(entered=paths("double", 2))])
-    ] == ["remainder", "double"]
+    ] == ["unblocked", "double"]
 
 
 def test_blocks_of_almost_equal_bytes_are_one_group() -> None:
@@ -68,20 +68,20 @@ def test_blocks_of_almost_equal_bytes_are_one_group() -> None:
     ] == [1, 4]
 
 
-def test_a_group_too_small_to_stream_is_in_the_remainder() -> None:
+def test_a_group_too_small_to_stream_is_in_the_unblocked() -> None:
     net = Net(2, 2, 64)
     net.embed = nn.Linear(2048, 2048)
     assert [
         group.name
         for group in group_blocks(net, [Call(entered=[*paths("double", 2), *paths("single", 2)])])
-    ] == ["remainder"]
+    ] == ["unblocked"]
 
 
 def test_a_child_that_other_calls_read_is_a_separate_group() -> None:
     net = nn.ModuleDict({"encoder": nn.Linear(16, 16), "decoder": nn.Linear(64, 64)})
     groups = group_blocks(net, [Call(touched={"decoder.weight", "decoder.bias"})])
     assert [(group.name, group.blocks, group.streamable) for group in groups] == [
-        ("remainder", ("",), False),
+        ("unblocked", ("",), False),
         ("encoder", ("encoder",), False),
     ]
 
@@ -159,7 +159,7 @@ def test_loose_modules_of_a_block_are_separate_groups() -> None:
     ]
 
 
-def test_a_block_with_loose_tensors_is_in_the_remainder() -> None:
+def test_a_block_with_loose_tensors_is_in_the_unblocked() -> None:
     assert modulated({""}) == [("blocks", ("blocks.1", "blocks.2"), True)]
     assert modulated({"", ".embed.time", ".embed.label", ".linear"}) == [
         ("blocks", ("blocks.1", "blocks.2"), True)

@@ -108,7 +108,7 @@ def test_spans_index_events_of_replayed_calls_too() -> None:
     assert made == [[1024]] * 6
 
 
-def test_an_empty_remainder_is_in_no_call_even_if_it_has_a_name_of_a_tied_tensor(
+def test_an_empty_unblocked_is_in_no_call_even_if_it_has_a_name_of_a_tied_tensor(
     make_problem: Any,
 ) -> None:
     """T5's table has two names: `shared`, and `encoder.embed_tokens`, the layer that reads it."""

@@ -57,14 +57,14 @@ def test_weights_of_a_module_are_the_sum_of_its_layers() -> None:
     module = nn.Sequential(
         nn.Embedding(10, 64), nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 64, bias=False)
     ).bfloat16()
-    remainder = 10 * 64 + 96 + 2 * 96
+    unblocked = 10 * 64 + 96 + 2 * 96
     linear = 64 * 96 + 96 * 64
     found = weights_by_precision(module, "bfloat16")
     assert [found[p] for p in ("bfloat16", "float16", "float32")] == [
-        n * (remainder + linear) for n in (2, 2, 4)
+        n * (unblocked + linear) for n in (2, 2, 4)
     ]
-    assert found["int8"] == 2 * remainder + linear + 4 * (96 + 64)
-    assert found["nf4"] == 2 * remainder + 2 * sum(layer_tensors(64, 96, "nf4"))
+    assert found["int8"] == 2 * unblocked + linear + 4 * (96 + 64)
+    assert found["nf4"] == 2 * unblocked + 2 * sum(layer_tensors(64, 96, "nf4"))
 
 
 def test_tied_layers_and_layers_of_another_dtype_are_not_quantized() -> None:

@@ -183,7 +183,7 @@ def test_mask_all_is_false_so_that_the_memory_of_a_mask_is_counted() -> None:
     assert recorder.record.peak_bytes >= 4 * 4 * 1024
 
 
-def test_blocks_that_run_twice_in_a_call_are_in_the_remainder(dry: Any) -> None:
+def test_blocks_that_run_twice_in_a_call_are_in_the_unblocked(dry: Any) -> None:
     """Wan's decoder processes one frame after another; its transformer's blocks run once per
     call."""
     _, probed, _ = dry("wan-tiny")

@@ -64,7 +64,7 @@ def test_the_estimate_shows_the_numbers_of_the_problem(dry: Any, flux: dict[str,
     for number, (phase, row) in enumerate(zip(problem.phases, flux["phases"], strict=True)):
         beside = (
             problem.value_bytes(number)
-            + phase.live_in_bytes
+            + phase.input_bytes
             + max(phase.first_bytes, phase.steady_bytes)
         )
         assert row["allocated_bytes"] == beside

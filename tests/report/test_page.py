@@ -123,11 +123,11 @@ def test_the_parts_of_a_slot_are_its_peak(make_problem: Any) -> None:
     for parts, report in zip(parts_of(solution), solution.simulation.slots, strict=True):
         kinds = {
             kind: sum(part.nbytes for part in parts if part.kind == kind)
-            for kind in ("weights", "ring", "activation", "values")
+            for kind in ("weights", "ring_buffer", "activation", "values")
         }
         assert list(kinds.values()) == [
             report.resident_bytes,
-            report.ring_bytes,
+            report.ring_buffer_bytes,
             report.activation_bytes,
             report.values_bytes,
         ]

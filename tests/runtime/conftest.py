@@ -1,4 +1,5 @@
-"""Makes the helper modules of this folder importable, and checks every run in it for races."""
+"""Makes the secondary device modules of this folder importable, and checks every run in it for
+races."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from graphrun.verify.solution import solution_of
 
 WIDTH, ROWS = 64, 16
 GROUPS = (
-    BlockGroup("remainder", ("",), False),
+    BlockGroup("unblocked", ("",), False),
     BlockGroup("wide", tuple(f"wide.{i}" for i in range(4)), True),
     BlockGroup("thin", tuple(f"thin.{i}" for i in range(6)), True),
 )
@@ -210,10 +210,10 @@ PREFETCH = """
     slot s0/0:a load
       load a remainder[0] from pinned
     slot s0/0:a first
-      stream a keep remainder[0] ring {ring} B
+      stream a keep remainder[0] ring buffer {ring buffer} B
       run
     slot s0/0:a steady x3
-      stream a keep remainder[0] ring {ring} B
+      stream a keep remainder[0] ring buffer {ring buffer} B
       load b all from pinned
       run
     slot s1/0:b load

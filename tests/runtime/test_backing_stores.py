@@ -67,11 +67,11 @@ FROM_DISK = """
     slot s0/0:a load
       load a remainder[0] from disk
     slot s0/0:a first
-      stream a keep remainder[0] wide[1] thin[2] ring {ring} B
+      stream a keep remainder[0] wide[1] thin[2] ring buffer {ring buffer} B
       load a wide[1] thin[2] from disk
       run
     slot s0/0:a steady x2
-      stream a keep remainder[0] wide[1] thin[2] ring {ring} B
+      stream a keep remainder[0] wide[1] thin[2] ring buffer {ring buffer} B
       load b all from disk
       run
     slot s1/0:b load
@@ -94,7 +94,7 @@ class Case:
             of, components=tuple(in_backing_store(backing_store, name, ON) for name in ("a", "b"))
         )
         self.plan: Plan = plan_of(
-            self.problem, text.format(backing_store=backing_store, ring=2 * WIDE)
+            self.problem, text.format(backing_store=backing_store, ring_buffer=2 * WIDE)
         )
         self.calls, self.backing_store = calls, backing_store
         self.folders = {"a": saved(folder / "a"), "b": saved(folder / "b", 1)}
@@ -252,10 +252,10 @@ MIXED = """
       load a remainder[0] from disk
     slot s0/0:a first
       read b
-      stream a keep remainder[0] ring {ring} B
+      stream a keep remainder[0] ring buffer {ring buffer} B
       run
     slot s0/0:a steady x2
-      stream a keep remainder[0] ring {ring} B
+      stream a keep remainder[0] ring buffer {ring buffer} B
       run
     slot s1/0:b load
       drop a
@@ -272,7 +272,7 @@ def test_reads_keep_step_with_fetches_for_copies_as_simulated(tmp_path: Path) ->
     case = Case(tmp_path, "disk", MIXED, ["a", "a", "a", "b"])
     a = case.problem.components[0]
     case.problem = replace(case.problem, components=(a, in_backing_store("pinned", "b", ON)))
-    case.plan = plan_of(case.problem, MIXED.format(ring=2 * WIDE))
+    case.plan = plan_of(case.problem, MIXED.format(ring_buffer=2 * WIDE))
     case.host = host_of(case.problem, case.folders, case.device)
     trace, planned = case.run(), case.planned()
     assert torch.equal(trace.outputs["x"], case.expected)
@@ -296,10 +296,10 @@ BESIDE_STREAM = """
       read a
       load a remainder[0] from pinned
     slot s0/0:a first
-      stream a keep remainder[0] ring {ring} B
+      stream a keep remainder[0] ring buffer {ring buffer} B
       run
     slot s0/0:a steady x9
-      stream a keep remainder[0] ring {ring} B
+      stream a keep remainder[0] ring buffer {ring buffer} B
       load b all from disk
       run
     slot s1/0:b load
@@ -319,7 +319,7 @@ def test_streamed_blocks_overtake_a_prefetch_that_is_still_being_read_as_simulat
     case.problem = replace(
         case.problem, components=(in_backing_store("pinned", "a", ON), case.problem.components[1])
     )
-    case.plan = plan_of(case.problem, BESIDE_STREAM.format(ring=2 * WIDE))
+    case.plan = plan_of(case.problem, BESIDE_STREAM.format(ring_buffer=2 * WIDE))
     case.host = host_of(case.problem, case.folders, case.device)
     trace, planned = case.run(), case.planned()
     assert torch.equal(trace.outputs["x"], case.expected)
@@ -385,11 +385,11 @@ STREAMED = """
     slot s0/0:a load
       load a remainder[0] from disk
     slot s0/0:a first
-      stream a keep remainder[0] wide[1] ring {ring} B
+      stream a keep remainder[0] wide[1] ring buffer {ring buffer} B
       load a wide[1] from disk
       run
     slot s0/0:a steady x1
-      stream a keep remainder[0] wide[1] ring {ring} B
+      stream a keep remainder[0] wide[1] ring buffer {ring buffer} B
       run
     slot s1/0:b load
       drop a

@@ -62,11 +62,11 @@ STORED = """
       load a remainder[0] from {backing_store}
     slot s0/0:a first
       {read_b}
-      stream a keep remainder[0] wide[1] thin[2] ring {ring} B
+      stream a keep remainder[0] wide[1] thin[2] ring buffer {ring buffer} B
       load a wide[1] thin[2] from {backing_store}
       run
     slot s0/0:a steady x3
-      stream a keep remainder[0] wide[1] thin[2] ring {ring} B
+      stream a keep remainder[0] wide[1] thin[2] ring buffer {ring buffer} B
       load b all from {backing_store}
       run
     slot s1/0:b load
@@ -148,9 +148,9 @@ def two(on: Hardware) -> tuple[dict[str, Small], Problem]:
     return modules, problem(modules, [[use("a", 4, on)], [use("b", 1, on)]], on)
 
 
-@pytest.mark.parametrize("ring", [1, 2, 3])
+@pytest.mark.parametrize("ring_buffer", [1, 2, 3])
 @pytest.mark.parametrize("slow", ["kernels", "copies"])
-def test_streamed_is_resident(contract: Contract, slow: str, ring: int) -> None:
+def test_streamed_is_resident(contract: Contract, slow: str, ring_buffer: int) -> None:
     modules, of = two(RATES[slow])
     expected = contract.resident(modules, CALLS)
     device = contract.device(of, slow)
@@ -159,7 +159,9 @@ def test_streamed_is_resident(contract: Contract, slow: str, ring: int) -> None:
     host = Host(modules, of, device)
     for _ in range(2):
         assert torch.equal(
-            contract.run(of, PREFETCH.format(ring=ring * WIDE), device, host, CALLS).outputs["x"],
+            contract.run(
+                of, PREFETCH.format(ring_buffer=ring_buffer * WIDE), device, host, CALLS
+            ).outputs["x"],
             expected,
         )
 
@@ -175,7 +177,8 @@ def test_blocks_that_a_call_skips(contract: Contract, slow: str) -> None:
         contract.slow_kernels(modules)
     host = Host(modules, of, device)
     assert torch.equal(
-        contract.run(of, PREFETCH.format(ring=2 * WIDE), device, host, CALLS).outputs["x"], expected
+        contract.run(of, PREFETCH.format(ring_buffer=2 * WIDE), device, host, CALLS).outputs["x"],
+        expected,
     )
 
 
@@ -199,7 +202,7 @@ def test_homes_that_are_read_in_the_run(
         if backing_store == "disk"
         else {"read_a": "read a", "read_b": "read b"}
     )
-    text = STORED.format(backing_store=backing_store, ring=2 * WIDE, **reads)
+    text = STORED.format(backing_store=backing_store, ring_buffer=2 * WIDE, **reads)
     for _ in range(2):
         assert torch.equal(contract.run(of, text, device, host, CALLS).outputs["x"], expected)
     assert device.arenas.nbytes("arenas") == 0
@@ -250,7 +253,7 @@ def test_a_slot_reserves_what_is_planned(contract: Contract) -> None:
     )
     device = contract.device(of)
     host = Host(modules, of, device)
-    text = PREFETCH.format(ring=2 * WIDE)
+    text = PREFETCH.format(ring_buffer=2 * WIDE)
     planned = solution_of(of, plan_of(of, text)).simulation.slots
     for _ in range(2):
         trace = contract.run(of, text, device, host, CALLS)
@@ -315,7 +318,7 @@ def test_whatever_the_caller_has_set(contract: Contract, around: Callable[[Any],
     """A current stream that is not the default one; a default device that is not the CPU."""
     modules, of = two(RATES["kernels"])
     expected = contract.resident(modules, CALLS)
-    device, text = contract.device(of, "copies"), PREFETCH.format(ring=2 * WIDE)
+    device, text = contract.device(of, "copies"), PREFETCH.format(ring_buffer=2 * WIDE)
     with around(device):
         trace = contract.run(of, text, device, Host(modules, of, device), CALLS)
     assert torch.equal(trace.outputs["x"], expected)

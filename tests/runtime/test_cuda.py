@@ -37,7 +37,10 @@ def test_streaming_on_cuda_gives_the_bits_of_resident_weights_and_leaves_nothing
     modules = {"a": Small(), "b": Small(1)}
     on = hardware(h2d=20e9, flops=1e13)
     of = problem(modules, [[use("a", 4, on)], [use("b", 1, on)]], on)
-    plan, device = plan_of(of, PREFETCH.format(ring=2 * WIDE)), CudaDevice(workspace_bytes=64 * MIB)
+    plan, device = (
+        plan_of(of, PREFETCH.format(ring_buffer=2 * WIDE)),
+        CudaDevice(workspace_bytes=64 * MIB),
+    )
     with torch.no_grad():
         expected = calls_to(
             {n: copy.deepcopy(m).cuda() for n, m in modules.items()}, CALLS, device.torch_device

@@ -43,7 +43,7 @@ def of() -> Problem:
 
 @pytest.fixture
 def plan(of: Problem) -> Plan:
-    return plan_of(of, PREFETCH.format(ring=2 * WIDE))
+    return plan_of(of, PREFETCH.format(ring_buffer=2 * WIDE))
 
 
 def done(trace: Trace) -> list[tuple[Any, ...]]:

@@ -37,7 +37,7 @@ class Case:
     def __init__(self) -> None:
         self.modules = {"a": Small(), "b": Small(1)}
         self.problem: Problem = problem(self.modules, [[use("a", 4, ON)], [use("b", 1, ON)]])
-        self.plan: Plan = plan_of(self.problem, PREFETCH.format(ring=2 * WIDE))
+        self.plan: Plan = plan_of(self.problem, PREFETCH.format(ring_buffer=2 * WIDE))
         self.device: SimulatedDevice = device_of(self.problem)
         self.host = Host(self.modules, self.problem, self.device)
         self.expected = plain({"a": Small(), "b": Small(1)}, CALLS)

@@ -28,11 +28,11 @@ STREAMED = """
       read a
       load a remainder[0] from {backing_store}
     slot s0/0:a first
-      stream a keep remainder[0] wide[1] thin[2] ring {ring} B
+      stream a keep remainder[0] wide[1] thin[2] ring buffer {ring buffer} B
       load a wide[1] thin[2] from {backing_store}
       run
     slot s0/0:a steady x3
-      stream a keep remainder[0] wide[1] thin[2] ring {ring} B
+      stream a keep remainder[0] wide[1] thin[2] ring buffer {ring buffer} B
       run
     slot end
       drop a
@@ -72,7 +72,9 @@ class Case:
         self.problem = replace(
             of, components=tuple(in_backing_store(backing_store, name, on) for name in names)
         )
-        self.plan = plan_of(self.problem, text.format(backing_store=backing_store, ring=2 * WIDE))
+        self.plan = plan_of(
+            self.problem, text.format(backing_store=backing_store, ring_buffer=2 * WIDE)
+        )
         self.folders = {name: saved(folder / name, seed) for seed, name in enumerate(names)}
         self.calls, self.planned = calls, simulate(self.problem, self.plan)
 
@@ -97,8 +99,8 @@ def test_the_host_waits_for_copies_from_pageable_memory_when_no_compute_is_left_
     tmp_path: Path, blocks: int, flops: float
 ) -> None:
     """Otherwise it would queue no compute meanwhile, and the run would take the sum of both.
-    ``blocks`` of the ring, if any."""
-    text = STREAMED.replace("{ring}", str(blocks * WIDE)) if blocks else BESIDE_RESIDENT
+    ``blocks`` of the ring buffer, if any."""
+    text = STREAMED.replace("{ring buffer}", str(blocks * WIDE)) if blocks else BESIDE_RESIDENT
     calls = ["a"] * 4 + ["b"] * (not blocks)
     case = Case(tmp_path, text, "pageable", calls, replace(ON, flops_per_second=flops))
     case.as_planned(case.run(device_of(case.problem)))

@@ -31,7 +31,7 @@ from graphrun.verify.solution import solution_of
 
 
 class OnDisk:
-    """FLUX in small, its random weights spooled to disk: a run that writes, reads, computes and
+    """FLUX tiny, its random weights spooled to disk: a run that writes, reads, computes and
     saves a picture."""
 
     def __init__(self) -> None:

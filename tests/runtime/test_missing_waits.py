@@ -19,10 +19,10 @@ PLAN = f"""
     slot s0/0:a load
       load a remainder[0] thin[0-5] from pinned
     slot s0/0:a first
-      stream a keep remainder[0] thin[0-5] ring {2 * WIDE} B
+      stream a keep remainder[0] thin[0-5] ring buffer {2 * WIDE} B
       run
     slot s0/0:a steady x1
-      stream a keep remainder[0] thin[0-5] ring {2 * WIDE} B
+      stream a keep remainder[0] thin[0-5] ring buffer {2 * WIDE} B
       run
     slot end
       evict a remainder[0] thin[0-5]

@@ -124,7 +124,7 @@ def test_taking_the_hooks_off_makes_the_module_good_again() -> None:
 def test_s4_4_moving_a_component_during_a_run_is_refused_and_the_next_run_works(move: Any) -> None:
     modules = {"a": Small(), "b": Small(1)}
     of = problem(modules, [[use("a", 4, hardware())], [use("b", 1, hardware())]])
-    device, plan = device_of(of), plan_of(of, PREFETCH.format(ring=2 * WIDE))
+    device, plan = device_of(of), plan_of(of, PREFETCH.format(ring_buffer=2 * WIDE))
     host = Host(modules, of, device)
     modules["a"].inside = lambda _: move(modules["a"])
     with pytest.raises(BrokenPlan, match=r"moves or casts a\b.*remove the call"):

@@ -14,10 +14,10 @@ PLAN = """
     slot s0/0:a load
       load a remainder[0] from pinned
     slot s0/0:a first
-      stream a keep remainder[0] ring {ring} B
+      stream a keep remainder[0] ring buffer {ring buffer} B
       run
     slot s0/0:a steady x5
-      stream a keep remainder[0] ring {ring} B
+      stream a keep remainder[0] ring buffer {ring buffer} B
       run
     slot end
       evict a remainder[0]
@@ -29,7 +29,7 @@ def test_a_streamed_stage_takes_no_longer_than_its_slower_half_and_one_block(rat
     on = hardware(h2d=rate, flops=1e10)
     modules = {"a": Small()}
     of = problem(modules, [[use("a", CALLS, on)]], on)
-    plan, device = plan_of(of, PLAN.format(ring=2 * WIDE)), device_of(of)
+    plan, device = plan_of(of, PLAN.format(ring_buffer=2 * WIDE)), device_of(of)
     trace = run(of, plan, Host(modules, of, device), device, ["a"] * CALLS)
     slot, report = trace.slots[2], simulate(of, plan).slots[2]
     block = WIDE / rate + of.phases[0].uses[0].seconds[1]

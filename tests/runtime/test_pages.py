@@ -24,7 +24,7 @@ from graphrun.solve.solve import solve
 from graphrun.units import MIB, round_up
 from graphrun.verify.pages import limit_bytes
 
-# Weights of the graph in small over those of the model it stands for.
+# Weights of the graph tiny over those of the model it stands for.
 CASES = (
     ("flux-tiny", 4 * MIB, 0.0005),
     ("wan-tiny", 6 * MIB, 0.0005),

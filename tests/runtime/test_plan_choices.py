@@ -348,7 +348,7 @@ def test_disk_backing_stores_are_split_into_layers_when_the_remaining_stages_fit
     ):
         made = problem_of(graph, flux.probed, simulated(), Limits(AMPLE, AMPLE), flux.inputs)
         problem = replace(
-            made, components=tuple(c.held_as("bfloat16 disk device") for c in made.components)
+            made, components=tuple(c.stored_as("bfloat16 disk device") for c in made.components)
         )
         plan, device, told = solve(problem).plan, open_device(problem), list[str]()
         begun = [slot.phase.split("/")[0] for slot in plan.slots].index("denoise")

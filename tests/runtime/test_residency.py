@@ -102,5 +102,5 @@ def test_a_module_that_is_not_on_the_cpu_is_refused(device: SimulatedDevice) -> 
 def test_blocks_are_named_in_call_order() -> None:
     planned = numbers("a", Small(), hardware())
     assert blocks_of(planned, None) == PATHS
-    assert blocks_of(planned, (("thin", (0, 5)), ("remainder", (0,)))) == ["", "thin.0", "thin.5"]
+    assert blocks_of(planned, (("thin", (0, 5)), ("unblocked", (0,)))) == ["", "thin.0", "thin.5"]
     assert blocks_of(planned, ()) == []

@@ -25,7 +25,7 @@ TEXT = f"""
       load a remainder[0] wide[0,2] from pinned
     slot s0/0:a first
       read b
-      stream a keep remainder[0] wide[0,2] ring {2 * WIDE} B
+      stream a keep remainder[0] wide[0,2] ring buffer {2 * WIDE} B
       run
     slot s1/0:b load
       load b all from pinned
@@ -36,7 +36,7 @@ TEXT = f"""
     again
     slot s0/0:a load
     slot s0/0:a first
-      stream a keep remainder[0] wide[0,2] ring {2 * WIDE} B
+      stream a keep remainder[0] wide[0,2] ring buffer {2 * WIDE} B
       run
     slot s1/0:b load
       load b all from pinned

@@ -22,7 +22,7 @@ from small_component import (
 )
 
 from graphrun.errors import OutOfMemory, TransferFailed
-from graphrun.model.problem import Helper, LiveTensor, Problem
+from graphrun.model.problem import LiveTensor, Problem, Secondary
 from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.runtime.host import Host
@@ -48,10 +48,10 @@ STREAMED = f"""{SPLIT}
     slot s0/0:a load
       load a {KEPT} from pinned
     slot s0/0:a first
-      stream a keep {KEPT} ring 400 KiB
+      stream a keep {KEPT} ring buffer 400 KiB
       run
     slot s0/0:a steady x1
-      stream a keep {KEPT} ring 400 KiB
+      stream a keep {KEPT} ring buffer 400 KiB
       run
     slot end
       evict a {KEPT}
@@ -60,20 +60,23 @@ STREAMED = f"""{SPLIT}
 TWO = WHOLE.replace(SPLIT, "    split a device1 wide[1]\n    split a device2 wide[2-3] thin[0-1]\n")
 
 
-def case(*helper_bytes: int) -> Problem:
-    """``a`` may be split over helpers that compute and copy half as fast as the device."""
+def case(*secondary_bytes: int) -> Problem:
+    """``a`` may be split over secondary devices that compute and copy half as fast as the
+    device."""
     passed = (LiveTensor(PASSED, n, (n + 1 if n < 10 else 0,)) for n in range(11))
     of = problem(
         {"a": Small()},
-        [[replace(use("a", 2, ON), crossing=(PASSED, PASSED), live_tensors=tuple(passed))]],
+        [[replace(use("a", 2, ON), transfer=(PASSED, PASSED), live_tensors=tuple(passed))]],
         ON,
     )
     (a,) = of.components
     loads = tuple(2 * seconds for seconds in a.variants[0].load_seconds)
-    helpers = tuple(Helper(HELPER, nbytes) for nbytes in helper_bytes or (1 << 30,))
+    secondaries = tuple(Secondary(HELPER, nbytes) for nbytes in secondary_bytes or (1 << 30,))
     half = replace(a.variants[0], streamable=False, slowdown=2.0, load_seconds=loads)
-    there = (replace(half, device=f"device{number}") for number in range(1, len(helpers) + 1))
-    return replace(of, components=(replace(a, variants=(a.variants[0], *there)),), helpers=helpers)
+    there = (replace(half, device=f"device{number}") for number in range(1, len(secondaries) + 1))
+    return replace(
+        of, components=(replace(a, variants=(a.variants[0], *there)),), secondaries=secondaries
+    )
 
 
 def planned(of: Problem, text: str) -> tuple[object, SimulatedDevice]:
@@ -83,11 +86,11 @@ def planned(of: Problem, text: str) -> tuple[object, SimulatedDevice]:
 
 
 @pytest.mark.parametrize("text", [WHOLE, STREAMED], ids=["resident", "streamed"])
-def test_blocks_on_the_helper_give_the_same_bits_in_the_planned_time(text: str) -> None:
+def test_blocks_on_the_secondary_give_the_same_bits_in_the_planned_time(text: str) -> None:
     of, own = case(), {"a": Small()}
     plan, device = planned(of, text)
     assert check(of, plan) == ()
-    (helper,) = device.helpers
+    (secondary,) = device.secondaries
     seen: list[str] = []
     blocks = [own["a"].get_submodule(path) for path in ("wide.2", "wide.3", "thin.2", "thin.3")]
     hooks = [
@@ -103,16 +106,16 @@ def test_blocks_on_the_helper_give_the_same_bits_in_the_planned_time(text: str) 
     simulated = simulate(of, plan)
     assert trace.seconds == pytest.approx(simulated.seconds, rel=0.01)
     assert trace.moved_bytes == simulated.moved_bytes
-    assert helper.machine.bytes_across == device.machine.bytes_across == 2 * PASSED
+    assert secondary.machine.bytes_across == device.machine.bytes_across == 2 * PASSED
     for slot, measured in zip(simulated.slots, trace.slots, strict=True):
-        assert measured.helper_peaks[0] <= slot.helper_peaks[0]
+        assert measured.secondary_peaks[0] <= slot.secondary_peaks[0]
         assert measured.peak_bytes <= slot.peak_bytes
-    assert simulated.slots[0].helper_peaks[0] > 0
-    assert device.allocated_bytes == helper.allocated_bytes == 0
+    assert simulated.slots[0].secondary_peaks[0] > 0
+    assert device.allocated_bytes == secondary.allocated_bytes == 0
     assert all(map(untouched, own.values()))
 
 
-def test_blocks_on_two_helpers_give_the_same_bits_in_the_planned_time() -> None:
+def test_blocks_on_two_secondaries_give_the_same_bits_in_the_planned_time() -> None:
     of, own = case(1 << 30, 1 << 30), {"a": Small()}
     plan, device = planned(of, TWO)
     assert check(of, plan) == ()
@@ -129,26 +132,26 @@ def test_blocks_on_two_helpers_give_the_same_bits_in_the_planned_time() -> None:
     for slot, measured in zip(simulated.slots, trace.slots, strict=True):
         assert all(
             peak <= most
-            for peak, most in zip(measured.helper_peaks, slot.helper_peaks, strict=True)
+            for peak, most in zip(measured.secondary_peaks, slot.secondary_peaks, strict=True)
         )
-    assert min(simulated.slots[0].helper_peaks) > 0
+    assert min(simulated.slots[0].secondary_peaks) > 0
     assert [each.allocated_bytes for each in device.every] == [0, 0, 0]
     assert all(map(untouched, own.values()))
 
 
-def test_the_cap_of_the_helper_holds() -> None:
+def test_the_cap_of_the_secondary_holds() -> None:
     of = case()
-    needed = simulate(of, planned(of, WHOLE)[0]).slots[1].helper_peaks[0]
+    needed = simulate(of, planned(of, WHOLE)[0]).slots[1].secondary_peaks[0]
     enough, less = case(needed), case(needed - 1)
     assert check(enough, planned(enough, WHOLE)[0]) == ()
-    assert {violation.rule for violation in check(less, planned(less, WHOLE)[0])} == {"helper"}
+    assert {violation.rule for violation in check(less, planned(less, WHOLE)[0])} == {"secondary"}
     own = {"a": Small()}
     plan, device = planned(enough, WHOLE)
     # takes more than was traced
     own["a"].thin[1].register_forward_hook(lambda _, __, x: x + x.new_zeros(1 << 20).sum())
     with pytest.raises(OutOfMemory, match="sim:1 has a capacity of") as caught:
         run(enough, plan, Host(own, enough, device), device, CALLS)
-    assert (caught.value.helper, caught.value.part) == (1, "first")
+    assert (caught.value.secondary, caught.value.part) == (1, "first")
     assert [each.allocated_bytes for each in device.every] == [0, 0]
 
 
@@ -179,7 +182,7 @@ def test_after_an_error_at_any_allocation_or_copy_nothing_is_left(
         setattr(machine, fault, at)
         with pytest.raises((OutOfMemory, TransferFailed)) as caught:
             run(of, plan, host, device, CALLS)
-        assert getattr(caught.value, "helper", number) == number
+        assert getattr(caught.value, "secondary", number) == number
         assert not any(each.allocated_bytes for each in device.every)
         assert all(map(untouched, own.values()))
     assert torch.equal(

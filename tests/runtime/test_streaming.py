@@ -37,11 +37,11 @@ def kept(count: int, of: str, total: int) -> str:
     return f"{of}[{','.join(map(str, sorted(keep_order(total)[:count])))}]" if count else ""
 
 
-def streamed(of: Problem, wide: int, thin: int, ring_bytes: int, steady: int) -> Plan:
+def streamed(of: Problem, wide: int, thin: int, ring_buffer_bytes: int, steady: int) -> Plan:
     """Loads ``wide`` and ``thin`` blocks of the two groups beforehand and streams the others
-    through ``ring_bytes``."""
+    through ``ring_buffer_bytes``."""
     keep = " ".join(filter(None, ("remainder[0]", kept(wide, "wide", 4), kept(thin, "thin", 6))))
-    stream = f"stream a keep {keep} ring {ring_bytes} B" if wide + thin < 10 else ""
+    stream = f"stream a keep {keep} ring buffer {ring_buffer_bytes} B" if wide + thin < 10 else ""
     return plan_of(
         of,
         f"""
@@ -60,11 +60,11 @@ def streamed(of: Problem, wide: int, thin: int, ring_bytes: int, steady: int) ->
 
 
 def follow_streamed(
-    wide: int, thin: int, ring_bytes: int, on: Hardware = ON, calls: int = 3
+    wide: int, thin: int, ring_buffer_bytes: int, on: Hardware = ON, calls: int = 3
 ) -> tuple[Problem, Plan, Trace]:
     module = Small()
     of = problem({"a": module}, [[use("a", calls, on)]], on)
-    plan, device = streamed(of, wide, thin, ring_bytes, calls - 1), device_of(of)
+    plan, device = streamed(of, wide, thin, ring_buffer_bytes, calls - 1), device_of(of)
     trace = run(of, plan, Host({"a": module}, of, device), device, ["a"] * calls)
     assert torch.equal(trace.outputs["x"], plain({"a": Small()}, ["a"] * calls))
     assert untouched(module)
@@ -78,8 +78,8 @@ def follow_streamed(
 def test_every_number_of_kept_blocks_gives_the_same_bits_in_the_planned_bytes(
     wide: int, thin: int, depth: int
 ) -> None:
-    ring_bytes = depth * (WIDE if wide < 4 else THIN)
-    of, plan, trace = follow_streamed(wide, thin, ring_bytes)
+    ring_buffer_bytes = depth * (WIDE if wide < 4 else THIN)
+    of, plan, trace = follow_streamed(wide, thin, ring_buffer_bytes)
     planned = simulate(of, plan)
     for expected, measured in zip(planned.slots, trace.slots, strict=True):
         assert measured.peak_bytes <= expected.peak_bytes
@@ -104,15 +104,15 @@ RINGS = [
 ]
 
 
-@pytest.mark.parametrize("ring_bytes", RINGS)
+@pytest.mark.parametrize("ring_buffer_bytes", RINGS)
 @pytest.mark.parametrize("flops", [1e9, 2e10, 1e13], ids=["compute-bound", "even", "copy-bound"])
 @pytest.mark.parametrize("start_seconds", [0.0, 50e-6])
-def test_the_clock_shows_the_simulated_seconds_for_any_ring(
-    ring_bytes: int, flops: float, start_seconds: float
+def test_the_clock_shows_the_simulated_seconds_for_any_ring_buffer(
+    ring_buffer_bytes: int, flops: float, start_seconds: float
 ) -> None:
     """``start_seconds`` of a copy: half of what the bytes of a wide block take."""
     on = replace(hardware(flops=flops), copy_start_seconds=start_seconds, launch_seconds=1e-7)
-    of, plan, trace = follow_streamed(1, 2, ring_bytes, on, calls=4)
+    of, plan, trace = follow_streamed(1, 2, ring_buffer_bytes, on, calls=4)
     planned = simulate(of, plan)
     for expected, measured in zip(planned.slots, trace.slots, strict=True):
         assert measured.end_seconds - measured.start_seconds == pytest.approx(
@@ -120,9 +120,9 @@ def test_the_clock_shows_the_simulated_seconds_for_any_ring(
         )
 
 
-def test_a_copy_into_the_ring_waits_for_the_block_that_lay_there() -> None:
-    """Ring of two wide blocks, compute slow: the copy of block n + 2 cannot start before block n
-    was computed."""
+def test_a_copy_into_the_ring_buffer_waits_for_the_block_that_lay_there() -> None:
+    """Ring buffer of two wide blocks, compute slow: the copy of block n + 2 cannot start before
+    block n was computed."""
     on = hardware(flops=1e8)
     _, _, trace = follow_streamed(0, 6, 2 * WIDE, on, calls=2)
     seconds = use("a", 1, on).seconds[1]
@@ -150,11 +150,11 @@ def test_blocks_that_first_loads_and_keeps_come_in_call_order_with_the_streamed_
         slot s0/0:a load
           load a remainder[0] wide[0] from pinned
         slot s0/0:a first
-          stream a keep remainder[0] wide[0,2] thin[3,5] ring {2 * WIDE} B
+          stream a keep remainder[0] wide[0,2] thin[3,5] ring buffer {2 * WIDE} B
           load a wide[2] thin[3,5] from pinned
           run
         slot s0/0:a steady x2
-          stream a keep remainder[0] wide[0,2] thin[3,5] ring {2 * WIDE} B
+          stream a keep remainder[0] wide[0,2] thin[3,5] ring buffer {2 * WIDE} B
           run
         slot end
           evict a remainder[0] wide[0,2] thin[3,5]
@@ -177,7 +177,7 @@ def prefetched(flops: float) -> tuple[Problem, Plan, Trace]:
     modules = {"a": Small(), "b": Small(1)}
     on = hardware(flops=flops)
     of = problem(modules, [[use("a", 4, on)], [use("b", 1, on)]], on)
-    plan, device = plan_of(of, PREFETCH.format(ring=2 * WIDE)), device_of(of)
+    plan, device = plan_of(of, PREFETCH.format(ring_buffer=2 * WIDE)), device_of(of)
     trace = run(of, plan, Host(modules, of, device), device, ["a"] * 4 + ["b"])
     assert torch.equal(trace.outputs["x"], plain({"a": Small(), "b": Small(1)}, ["a"] * 4 + ["b"]))
     return of, plan, trace
@@ -261,8 +261,8 @@ def test_blocks_that_the_first_call_loads_wait_each_for_its_own_copy(flops: floa
     device = device_of(of)
     trace = run(of, plan, Host({"a": module}, of, device), device, ["a"])
     first = trace.slots[1].end_seconds - trace.slots[1].start_seconds
-    remainder, _, thin = use("a", 1, on).seconds
-    assert first == pytest.approx(simulate(of, plan).slots[1].seconds, abs=remainder + 5e-6), (
+    unblocked, _, thin = use("a", 1, on).seconds
+    assert first == pytest.approx(simulate(of, plan).slots[1].seconds, abs=unblocked + 5e-6), (
         "the head computes last here"
     )
     copies = {e.detail: e for e in trace.events if e.kind == "load"}
@@ -274,11 +274,12 @@ def test_blocks_that_the_first_call_loads_wait_each_for_its_own_copy(flops: floa
     assert call.end_seconds >= copies["thin.5"].end_seconds + thin
 
 
-def test_two_components_that_alternate_stream_through_a_ring_each() -> None:
+def test_two_components_that_alternate_stream_through_a_ring_buffer_each() -> None:
     modules = {"a": Small(), "b": Small(1)}
     of = problem(modules, [[use("a", 3, ON), use("b", 3, ON)]])
     stream = "\n".join(
-        f"stream {c} keep remainder[0] wide[{i}] ring {2 * WIDE} B" for c, i in (("a", 0), ("b", 2))
+        f"stream {c} keep remainder[0] wide[{i}] ring buffer {2 * WIDE} B"
+        for c, i in (("a", 0), ("b", 2))
     )
     plan = plan_of(
         of,
@@ -313,10 +314,10 @@ def test_a_call_that_leaves_blocks_out_is_served(skip: str) -> None:
     module.skip = expected.skip = frozenset(skip.split())
     of = problem({"a": module}, [[use("a", 3, ON)]])
     device = device_of(of)
-    for ring_bytes in (WIDE, 2 * WIDE, 3 * WIDE + 256, 9 * WIDE):
+    for ring_buffer_bytes in (WIDE, 2 * WIDE, 3 * WIDE + 256, 9 * WIDE):
         trace = run(
             of,
-            streamed(of, 0, 0, ring_bytes, 2),
+            streamed(of, 0, 0, ring_buffer_bytes, 2),
             Host({"a": module}, of, device),
             device,
             ["a"] * 3,
@@ -324,7 +325,7 @@ def test_a_call_that_leaves_blocks_out_is_served(skip: str) -> None:
         assert torch.equal(trace.outputs["x"], plain({"a": expected}, ["a"] * 3))
 
 
-def test_entry_points_that_use_a_part_each_share_one_ring() -> None:
+def test_entry_points_that_use_a_part_each_share_one_ring_buffer() -> None:
     module = Small()
     of = problem({"a": module}, [[use("a", 4, ON, (0, 2, 2))]])
     plan = plan_of(
@@ -332,10 +333,10 @@ def test_entry_points_that_use_a_part_each_share_one_ring() -> None:
         f"""
         slot s0/0:a load
         slot s0/0:a first
-          stream a keep none ring {2 * WIDE} B
+          stream a keep none ring buffer {2 * WIDE} B
           run
         slot s0/0:a steady x3
-          stream a keep none ring {2 * WIDE} B
+          stream a keep none ring buffer {2 * WIDE} B
           run
         slot end
         """,

@@ -18,9 +18,8 @@ from graphrun.graph.graph import Graph
 from graphrun.model.allocator import LARGE_PAGE_BYTES
 from graphrun.model.choices import apply_choices
 from graphrun.model.problem import ComponentNumbers, Problem
-from graphrun.model.splits import crossings, helpers_for
+from graphrun.model.splits import secondaries_for, transfers
 from graphrun.modules.build import build
-from graphrun.report.summary import broken_caps
 from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.host import Host
 from graphrun.runtime.recovery import execute
@@ -42,31 +41,36 @@ SPLITS = (
 )
 
 
-def budgets(graph: Graph, helpers: int) -> tuple[list[int], str]:
-    """For the largest component with its own phases, and for a share of all others on each helper,
-    so that no single device holds the pipeline; and the largest component's name."""
+def budgets(graph: Graph, secondaries: int) -> tuple[list[int], str]:
+    """For the largest component with its own phases, and for a share of all others on each
+    secondary device, so that no single device holds the pipeline; and the largest component's
+    name."""
     problem = graphrun.estimate(graph, vram="1G", ram="8G", hardware="sim", inputs=SMALL)
     *others, largest = sorted(problem.components, key=lambda component: component.weight_bytes())
     own, rest = list[int](), list[int]()
     for phase in problem.phases:
         of = own if largest.name in {use.component for use in phase.uses} else rest
-        of.append(max(phase.first_bytes, phase.steady_bytes) + phase.live_in_bytes)
-    glue = max(phase.glue_bytes + phase.live_in_bytes for phase in problem.phases)
-    first = largest.weight_bytes() + max(*own, glue) + sum(value.nbytes for value in problem.values)
+        of.append(max(phase.first_bytes, phase.steady_bytes) + phase.input_bytes)
+    pipeline_code = max(phase.pipeline_code_bytes + phase.input_bytes for phase in problem.phases)
+    first = (
+        largest.weight_bytes()
+        + max(*own, pipeline_code)
+        + sum(value.nbytes for value in problem.values)
+    )
     shared = sum(component.weight_bytes() for component in others)
-    found = [first, *[shared // helpers + max(rest)] * helpers]
+    found = [first, *[shared // secondaries + max(rest)] * secondaries]
     assert max(found) < largest.weight_bytes() + shared + max(*own, *rest)
     return found, largest.name
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("helpers", sampled((1, 2), (1,), "helpers"))
-@pytest.mark.parametrize("name", sampled(PIPELINES, PIPELINES[:1], "helpers"))
-def test_a_session_keeps_what_no_single_device_holds(name: str, helpers: int) -> None:
+@pytest.mark.parametrize("secondaries", sampled((1, 2), (1,), "secondaries"))
+@pytest.mark.parametrize("name", sampled(PIPELINES, PIPELINES[:1], "secondaries"))
+def test_a_session_keeps_what_no_single_device_holds(name: str, secondaries: int) -> None:
     graph = graphrun.load(GRAPHS / f"{name}.yaml")
     modules = {of: build(component, graph) for of, component in graph.components.items()}
     image = pixels(plain_image(graph, modules, graph.resolve(SMALL)))
-    vram, largest = budgets(graph, helpers)
+    vram, largest = budgets(graph, secondaries)
     options = {
         "inputs": SMALL,
         "vram": vram,
@@ -78,8 +82,8 @@ def test_a_session_keeps_what_no_single_device_holds(name: str, helpers: int) ->
     device = open_device(graphrun.estimate(graph, **options), check_ordering=True)
     with Session(graph, modules=modules, device=device, **options) as session:
         solution = session.solution
-        used = {component.variants[0].helper for component in solution.chosen.components}
-        assert (used | {helper for _, helper, _ in solution.plan.splits}) - {0}
+        used = {component.variants[0].secondary for component in solution.chosen.components}
+        assert (used | {secondary for _, secondary, _ in solution.plan.splits}) - {0}
         moved = list[int]()
         for reports, seconds in (
             (solution.simulation.slots, solution.simulation.seconds),
@@ -106,19 +110,19 @@ def test_a_session_keeps_what_no_single_device_holds(name: str, helpers: int) ->
             moved.append(trace.moved_bytes)
             for planned, measured in trace.beside(reports):
                 assert measured.peak_bytes <= planned.peak_bytes <= solution.problem.effective_bytes
-                for peak, most, helper in zip(
-                    measured.helper_peaks,
-                    planned.helper_peaks,
-                    solution.problem.helpers,
+                for peak, most, secondary in zip(
+                    measured.secondary_peaks,
+                    planned.secondary_peaks,
+                    solution.problem.secondaries,
                     strict=True,
                 ):
-                    assert peak <= most <= helper.effective_bytes
+                    assert peak <= most <= secondary.effective_bytes
         assert moved[0] - moved[1] >= solution.chosen.component(largest).weight_bytes(), "it stays"
-    assert [each.allocated_bytes for each in device.every] == [0] * (helpers + 1)
+    assert [each.allocated_bytes for each in device.every] == [0] * (secondaries + 1)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", sampled(SPLITS, SPLITS[:1], "helpers"), ids=str)
+@pytest.mark.parametrize("case", sampled(SPLITS, SPLITS[:1], "secondaries"), ids=str)
 def test_a_transformer_that_no_device_holds_is_split_and_not_streamed(
     case: tuple[str, tuple[float, ...]],
 ) -> None:
@@ -158,10 +162,13 @@ def test_a_transformer_that_no_device_holds_is_split_and_not_streamed(
         )
         for planned, measured in trace.beside(reports):
             assert measured.peak_bytes <= planned.peak_bytes <= solution.problem.effective_bytes
-            for peak, most, helper in zip(
-                measured.helper_peaks, planned.helper_peaks, solution.problem.helpers, strict=True
+            for peak, most, secondary in zip(
+                measured.secondary_peaks,
+                planned.secondary_peaks,
+                solution.problem.secondaries,
+                strict=True,
             ):
-                assert peak <= most <= helper.effective_bytes
+                assert peak <= most <= secondary.effective_bytes
             if largest.name in planned.phase:
                 assert measured.end_seconds - measured.start_seconds == pytest.approx(
                     planned.seconds, rel=3e-3, abs=1e-6
@@ -182,11 +189,11 @@ def test_a_transformer_that_no_device_holds_is_split_and_not_streamed(
 
 
 def working(of: Problem, largest: ComponentNumbers, shares: Sequence[float]) -> list[int]:
-    """Bytes for the main device, and for helpers, beside shares of the weights of ``largest``:
-    none, except where phases have more activation than it has weights. Helpers have room for that
-    of its own."""
+    """Bytes for the main device, and for secondary devices, beside shares of the weights of
+    ``largest``: none, except where phases have more activation than it has weights. Secondary
+    devices have room for that of its own."""
     nbytes = [
-        max(phase.first_bytes, phase.steady_bytes) + phase.live_in_bytes + of.value_bytes(n)
+        max(phase.first_bytes, phase.steady_bytes) + phase.input_bytes + of.value_bytes(n)
         for n, phase in enumerate(of.phases)
     ]
     own = [
@@ -202,17 +209,19 @@ def working(of: Problem, largest: ComponentNumbers, shares: Sequence[float]) -> 
 
 
 def crossed(chosen: Problem) -> list[int]:
-    """Bytes that cross from the device and from each helper in one run, by the tensors that pass
-    between blocks and other code."""
-    found = [0] * (1 + len(chosen.helpers))
+    """Bytes that cross from the device and from each secondary device in one run, by the tensors
+    that pass between blocks and other code."""
+    found = [0] * (1 + len(chosen.secondaries))
     for use in (use for phase in chosen.phases for use in phase.uses):
         component = chosen.component(use.component)
-        each = [(of.helper, sum(of.to), sum(of.back)) for of in crossings(use, component).values()]
-        if component.variants[0].helper:
-            each = [(component.variants[0].helper, *use.crossing)]
-        for helper, to, back in each:
+        each = [
+            (of.secondary, sum(of.to), sum(of.back)) for of in transfers(use, component).values()
+        ]
+        if component.variants[0].secondary:
+            each = [(component.variants[0].secondary, *use.transfer)]
+        for secondary, to, back in each:
             found[0] += use.calls * to
-            found[helper] += use.calls * back
+            found[secondary] += use.calls * back
     return found
 
 
@@ -261,7 +270,7 @@ class Faulty:
         try:
             self.run()
         except (OutOfMemory, TransferFailed) as error:
-            told = str(error), getattr(error, "helper", number)
+            told = str(error), getattr(error, "secondary", number)
         if told is None:
             return False
         assert "injected fault" in told[0]
@@ -315,7 +324,7 @@ def test_every_copy_to_or_from_either_device_may_fail(
     machine.fail_copy = None
     uses = [use for phase in chosen.phases for use in phase.uses]
     split = [
-        hop for use in uses for hop in crossings(use, chosen.component(use.component)).values()
+        hop for use in uses for hop in transfers(use, chosen.component(use.component)).values()
     ]
     assert at > copies + sum(len(hop.to) + len(hop.back) for hop in split) > copies
     of.succeeds()
@@ -325,7 +334,7 @@ def test_an_encoder_that_returns_what_every_block_does_is_not_split() -> None:
     problem = graphrun.estimate(
         graphrun.load(GRAPHS / "sdxl-tiny.yaml"), vram="1G,1G", hardware="sim", until="encode"
     )
-    assert [helpers_for(problem, component) for component in problem.components] == [(), ()]
+    assert [secondaries_for(problem, component) for component in problem.components] == [(), ()]
 
 
 @pytest.fixture(scope="module")
@@ -336,28 +345,28 @@ def flux() -> tuple[Graph, Problem]:
     )
 
 
-@pytest.mark.sweep("helpers")
-def test_memory_that_vanishes_on_a_helper_has_the_remaining_stages_planned_again(
+@pytest.mark.sweep("secondaries")
+def test_memory_that_vanishes_on_a_secondary_has_the_remaining_stages_planned_again(
     flux: tuple[Graph, Problem],
 ) -> None:
     graph, problem = flux
     here = replace(problem, budget_bytes=problem.budget_bytes * 2)
     modules = {of: build(component, graph) for of, component in graph.components.items()}
     for name in ("text_encoder", "text_encoder_2"):
-        there = tuple(v for v in here.component(name).variants if v.helper)
+        there = tuple(v for v in here.component(name).variants if v.secondary)
         components = (
             replace(of, variants=(*there, of.variants[0])) if of.name == name else of
             for of in here.components
         )
         here = replace(here, components=tuple(components))
     solution = graphrun.plan(here)
-    placed = [of.name for of in solution.chosen.components if of.variants[0].helper]
-    assert placed, "nothing is on the helper"
+    placed = [of.name for of in solution.chosen.components if of.variants[0].secondary]
+    assert placed, "nothing is on the secondary device"
     device, told = open_device(here), list[str]()
     expected = pixels(plain_image(graph, modules, graph.resolve(SMALL)))
 
     def lose(*_: object) -> None:
-        device.helpers[0].machine.capacity_bytes = 1024
+        device.secondaries[0].machine.capacity_bytes = 1024
 
     hook = modules[placed[0]].register_forward_pre_hook(lose)
     trace = execute(solution, graph, graph.resolve(SMALL), device, modules, tell=told.append)
@@ -368,8 +377,8 @@ def test_memory_that_vanishes_on_a_helper_has_the_remaining_stages_planned_again
     assert [each.allocated_bytes for each in device.every] == [0, 0]
 
 
-@pytest.mark.sweep("helpers")
-def test_a_split_component_is_planned_again_with_less_on_the_helper(
+@pytest.mark.sweep("secondaries")
+def test_a_split_component_is_planned_again_with_less_on_the_secondary(
     flux: tuple[Graph, Problem],
 ) -> None:
     graph, _ = flux
@@ -387,7 +396,7 @@ def test_a_split_component_is_planned_again_with_less_on_the_helper(
     expected = pixels(plain_image(graph, modules, graph.resolve(SMALL)))
 
     def lose(*_: object) -> None:
-        device.helpers[0].machine.capacity_bytes = nbytes // 4
+        device.secondaries[0].machine.capacity_bytes = nbytes // 4
 
     assert blocks
     group = next(of for of in problem.component(name).groups if of.name == blocks[0][0])
@@ -401,23 +410,23 @@ def test_a_split_component_is_planned_again_with_less_on_the_helper(
     assert [each.allocated_bytes for each in device.every] == [0, 0]
 
 
-@pytest.mark.sweep("helpers")
-def test_a_helper_reserves_the_pages_that_were_planned(flux: tuple[Graph, Problem]) -> None:
+@pytest.mark.sweep("secondaries")
+def test_a_secondary_reserves_the_pages_that_were_planned(flux: tuple[Graph, Problem]) -> None:
     graph, _ = flux
     problem = graphrun.estimate(
         graph, vram=budgets(graph, 1)[0], ram="8G", hardware="sim:pages=0.0005", inputs=SMALL
     )
     solution = graphrun.plan(
         replace(
-            problem, components=tuple(_on_helper(problem, of.name) for of in problem.components)
+            problem, components=tuple(_on_secondary(problem, of.name) for of in problem.components)
         )
     )
     trace = graphrun.run(solution, graph, SMALL)
     pages = 2 * int(LARGE_PAGE_BYTES * problem.hardware.page_scale)
     for planned, measured in trace.beside(solution.simulation.slots):
-        assert measured.helper_peaks[0] <= planned.helper_peaks[0] + pages
-        assert planned.helper_peaks[0] <= problem.helpers[0].effective_bytes
-    assert any(slot.helper_pages[0] for slot in solution.simulation.slots)
+        assert measured.secondary_peaks[0] <= planned.secondary_peaks[0] + pages
+        assert planned.secondary_peaks[0] <= problem.secondaries[0].effective_bytes
+    assert any(slot.secondary_pages[0] for slot in solution.simulation.slots)
 
 
 def test_a_plan_for_two_devices_runs_from_the_graph_alone_without_races(
@@ -426,20 +435,20 @@ def test_a_plan_for_two_devices_runs_from_the_graph_alone_without_races(
     graph, problem = flux
     solution = graphrun.plan(
         replace(
-            problem, components=tuple(_on_helper(problem, of.name) for of in problem.components)
+            problem, components=tuple(_on_secondary(problem, of.name) for of in problem.components)
         )
     )
     assert solution.chosen.component("vae").variants[0].name == "bfloat16 pinned device1"
     trace = graphrun.run(solution, graph, SMALL, check_ordering=True)
-    assert not broken_caps(solution, trace)
-    assert trace.to_json()["slots"][0]["helper_peaks"]
+    assert not trace.overruns
+    assert trace.to_json()["slots"][0]["secondary_peaks"]
 
 
-def _on_helper(problem: Problem, name: str) -> ComponentNumbers:
-    """The component called ``name``; the VAE only as it may be on the helper."""
+def _on_secondary(problem: Problem, name: str) -> ComponentNumbers:
+    """The component called ``name``; the VAE only as it may be on the secondary device."""
     of = problem.component(name)
     return (
-        replace(of, variants=tuple(v for v in of.variants if v.helper), layers=None)
+        replace(of, variants=tuple(v for v in of.variants if v.secondary), layers=None)
         if name == "vae"
         else of
     )

@@ -25,7 +25,7 @@ INPUTS = {
 
 
 class Refined(TinyPipeline):
-    """SDXL's base and refiner in small."""
+    """SDXL's base and refiner tiny."""
 
     def by_hand(self) -> Any:
         """The picture of diffusers' two pipelines."""

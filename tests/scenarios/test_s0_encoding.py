@@ -92,7 +92,7 @@ def test_s0_2_guidance_peaks_at_the_largest_encoder_and_not_at_two(hidream: Enco
     of = hidream.ample
     heaviest = max(
         sum(of.component(use.component).weight_bytes() for use in phase.uses)
-        + phase.live_in_bytes
+        + phase.input_bytes
         + of.value_bytes(number)
         + max(phase.first_bytes, phase.steady_bytes)
         for number, phase in enumerate(of.phases)
@@ -116,7 +116,7 @@ def refiner(room: float) -> tuple[object, Plan]:
         modules,
         uses,
         on,
-        int(room * one) + whole.phases[0].first_bytes + whole.phases[0].live_in_bytes,
+        int(room * one) + whole.phases[0].first_bytes + whole.phases[0].input_bytes,
     )
     return of, solve(of).plan
 

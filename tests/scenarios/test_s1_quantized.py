@@ -57,7 +57,7 @@ TOKENS_BYTES = 512
 
 
 class Encoder:
-    """FLUX's T5 in small, in a precision, with plans that keep it resident or stream its blocks."""
+    """FLUX's T5 tiny, in a precision, with plans that keep it resident or stream its blocks."""
 
     def __init__(self, precision: str) -> None:
         self.precision = precision
@@ -69,7 +69,7 @@ class Encoder:
         layouts = lay_out(self.module, ["", *blocks])
         sizes = tuple(round_up(layouts[path].nbytes, ALLOCATION_BYTES) for path in ("", blocks[0]))
         on = hardware()
-        groups = (BlockGroup("remainder", ("",), False), BlockGroup("block", blocks, True))
+        groups = (BlockGroup("unblocked", ("",), False), BlockGroup("block", blocks, True))
         loads = tuple(size / on.h2d_bytes_per_second for size in sizes)
         host_bytes = sizes[0] + len(blocks) * sizes[1]
         variant = Variant(precision, "pinned", "device", sizes, loads, host_bytes)
@@ -78,11 +78,11 @@ class Encoder:
         self.problem = Problem("small", "0", (), on, 1 << 30, 1 << 40, (numbers,), (phase,))
         self.device = SimulatedDevice(sim.Machine())
         self.host = Host({"te": self.module}, self.problem, self.device, {"te": writer})
-        self.ring, self.sizes, self.paths = 2 * sizes[1], sizes, blocks_of(numbers, None)
+        self.ring_buffer, self.sizes, self.paths = 2 * sizes[1], sizes, blocks_of(numbers, None)
         self.tokens = torch.arange(32).reshape(1, 32)
 
     def plan(self, streamed: bool) -> Plan:
-        stream = f"stream te keep remainder[0] ring {self.ring} B" if streamed else ""
+        stream = f"stream te keep remainder[0] ring buffer {self.ring_buffer} B" if streamed else ""
         return parse(
             f"plan {self.problem.digest}\n"
             + TEXT.format(kept="remainder[0]" if streamed else "all", stream=stream)

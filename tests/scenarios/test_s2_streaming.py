@@ -38,7 +38,7 @@ def test_s2_1_the_device_is_the_plans_although_the_parameters_are_elsewhere() ->
     modules["a"].inside = lambda _: seen.append(
         (modules["a"].device.type, modules["a"].wide[0].up.weight.device.type)
     )
-    run(of, plan_of(of, PREFETCH.format(ring=2 * WIDE)), host, device, ["a"] * 4 + ["b"])
+    run(of, plan_of(of, PREFETCH.format(ring_buffer=2 * WIDE)), host, device, ["a"] * 4 + ["b"])
     assert seen == [("sim", "cpu")] * 4
 
 
@@ -71,7 +71,7 @@ def test_s2_3_streamed_output_is_the_plain_pipelines_and_s2_4_the_peak_is_the_pl
     assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
     for m, p in zip(trace.slots, simulate(of, plan).slots, strict=True):
         assert m.peak_bytes <= p.peak_bytes
-        if p.ring_bytes:
+        if p.ring_buffer_bytes:
             assert m.peak_bytes >= 0.97 * p.peak_bytes
     assert trace.left_bytes == whole.device.allocated_bytes == 0
 
@@ -81,20 +81,20 @@ def test_s2_3_resident_output_is_the_same(whole: TinyPipeline) -> None:
     assert np.array_equal(pixels(whole.run(whole.problem, plan).outputs["image"]), whole.image)
 
 
-def test_s2_4_tables_and_rings_are_counted(whole: TinyPipeline) -> None:
+def test_s2_4_tables_and_ring_buffers_are_counted(whole: TinyPipeline) -> None:
     """The largest leaf, an embedding table, is never streamed: it is resident in every slot of its
     component."""
     numbers = whole.problem.component("text_encoder")
-    remainder_bytes = numbers.variants[0].block_bytes[
-        [k.name for k in numbers.groups].index("remainder")
+    unblocked_bytes = numbers.variants[0].block_bytes[
+        [k.name for k in numbers.groups].index("unblocked")
     ]
     module = whole.modules["text_encoder"]
     table = max(m.weight.nbytes for m in module.modules() if isinstance(m, torch.nn.Embedding))
-    assert remainder_bytes >= table
+    assert unblocked_bytes >= table
     of = whole.smallest()
     for slot in simulate(of, planned(of)).slots:
         if "text_encoder" in slot.phase and slot.part == "first":
-            assert slot.resident_bytes >= remainder_bytes
+            assert slot.resident_bytes >= unblocked_bytes
 
 
 @pytest.mark.parametrize("mib", [6, 8, 16])

@@ -28,7 +28,7 @@ from graphrun.verify.solution import solution_of
 
 
 class Stored:
-    """FLUX in small with its weights in files."""
+    """FLUX tiny with its weights in files."""
 
     def __init__(self, folder: Path) -> None:
         self.whole = TinyPipeline("flux-tiny", {"steps": 1, "height": 32, "width": 32})

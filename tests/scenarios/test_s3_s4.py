@@ -30,7 +30,7 @@ def test_s3_3_a_hundred_runs_have_equal_actions_peaks_and_seconds_and_no_drift()
     device = device_of(of)
     host, plan = (
         Host(modules, of, device),
-        plan_of(of, PREFETCH.replace("x3", "x1").format(ring=2 * WIDE)),
+        plan_of(of, PREFETCH.replace("x3", "x1").format(ring_buffer=2 * WIDE)),
     )
     calls = ["a"] * 2 + ["b"]
     told, first, worst = set(), [], 1.0

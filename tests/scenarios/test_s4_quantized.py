@@ -27,7 +27,7 @@ T5 = "text_encoder_2"
 
 @cache
 def encoding(*precisions: str) -> Problem:
-    """FLUX's encoders in small, T5 in one of ``precisions``: their blocks decide what is needed."""
+    """FLUX's encoders tiny, T5 in one of ``precisions``: their blocks decide what is needed."""
     whole = load(GRAPHS / "flux-tiny.yaml").until("encode")
     graph = replace(
         whole,
@@ -59,7 +59,7 @@ def test_s4_3_8_bit_layers_pass_one_by_one() -> None:
 def test_s4_3_a_plan_that_says_so_is_refused() -> None:
     both = encoding("bfloat16", "nf4")
     names = [variant.name for variant in both.component(T5).variants]
-    assert [both.component(T5).held_as(name).layers is None for name in names] == [
+    assert [both.component(T5).stored_as(name).layers is None for name in names] == [
         "nf4" in name for name in names
     ]
     least = solve(replace(both, budget_bytes=smallest_budget(both)))
@@ -82,7 +82,7 @@ def test_s4_3_under_accelerates_offloading_4_bit_fails_while_it_runs() -> None:
     module = quantized_by_bitsandbytes(build_again(), "nf4")
     for layer in module.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
-            layer.support_avx512bf16_for_cpu = False  # else it packs its weight anew on such CPUs
+            layer.support_avx512bf16_for_cpu = False  # else it packs its weight again on such CPUs
     tokens = torch.arange(32).reshape(1, 32)
     with torch.no_grad():
         assert torch.isfinite(module(tokens)[0]).all()

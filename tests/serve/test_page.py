@@ -91,7 +91,10 @@ def test_a_prompt_becomes_a_picture_beside_its_figures(server: Any, evaluate: Ev
         ".observe(document.getElementById('state'), {childList: true}); document.getElementById('ask').requestSubmit()"
     )
     until("document.getElementById('state').textContent.startsWith('done')")
-    assert evaluate("document.getElementById('state').textContent") == "done, seed 5"
+    assert (
+        evaluate("document.getElementById('state').textContent")
+        == "done, seed 5; the run matched the plan"
+    )
     assert [text for text in evaluate("seen") if re.fullmatch(r"denoise: step \d of 8", text)]
     assert evaluate(
         "(i => [i.naturalWidth, i.naturalHeight, i.alt])(document.getElementById('picture'))"

@@ -58,7 +58,7 @@ def test_pictures_of_what_was_asked(client: openai.OpenAI) -> None:
     )
 
 
-def test_an_answer_says_what_was_planned_and_measured(client: openai.OpenAI) -> None:
+def test_an_answer_says_what_was_planned_and_measured(server: Any, client: openai.OpenAI) -> None:
     raw = client.images.with_raw_response.generate(
         prompt="never encoded before", output_format="webp", response_format="url"
     )
@@ -79,6 +79,9 @@ def test_an_answer_says_what_was_planned_and_measured(client: openai.OpenAI) -> 
     for stage in figures["stages"]:
         assert stage["measured_seconds"] == pytest.approx(stage["planned_seconds"], rel=0.05)
     assert figures["peak_bytes"]["measured"] <= figures["peak_bytes"]["planned"] <= 6 * 2**20
+    assert figures["verdict"] == "the run matched the plan"
+    metrics = httpx.get(f"{server.url}/metrics").text
+    assert 'graphrun_overruns_total{graph="flux-tiny"} 0.0' in metrics
 
 
 def test_several_at_once_by_the_asyncio_client(server: Any) -> None:

@@ -122,7 +122,7 @@ class Told(list[tuple[str, dict[str, Any]]]):
 
 @pytest.mark.sweep("serve")
 def test_sessions_in_shares_find_their_weights_and_keep_to_the_budget(tmp_path: Path) -> None:
-    """Two graphs in turn: in shares both run as a further run does; alone each run loads anew."""
+    """Two graphs in turn: in shares both run as a further run does; alone each run loads again."""
     from graphrun.serve.settings import Settings
 
     budgets = {"vram": 12 * 2**20, "ram": 2**33}

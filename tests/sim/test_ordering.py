@@ -112,12 +112,12 @@ def test_compute_waits_for_a_copy_by_its_mark(device: SimulatedDevice) -> None:
 
 def test_other_bytes_of_the_storage_are_no_race(device: SimulatedDevice) -> None:
     source = host()
-    ring = on_device(device, 128)
-    assert (ring[:64] + 1).numel()
-    device.copy(ring[64:], source)
+    ring_buffer = on_device(device, 128)
+    assert (ring_buffer[:64] + 1).numel()
+    device.copy(ring_buffer[64:], source)
     device.barrier()
-    assert (ring[:65] + 1).numel()
-    device.copy(ring[64:], source)
+    assert (ring_buffer[:65] + 1).numel()
+    device.copy(ring_buffer[64:], source)
     with pytest.raises(RaceError, match=r"bytes 64..128 by copy .* bytes 0..65 by compute"):
         device.barrier()
 

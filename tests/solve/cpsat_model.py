@@ -7,8 +7,8 @@ Runs in a process of its own.
 Files are problems as `Problem.to_json` writes them. Stage orders and options are enumerated.
 Variants, backing stores, spills, blocks of every slot and both runs of a session are one model.
 Bytes are counted in allocations of 512, times in 1e-9 of the time to copy and compute everything
-once per call. On further devices ("helpers") lie whole components, or blocks in a row of the
-largest one whose blocks may: a bool per block and helper.
+once per call. On further devices ("secondary devices") lie whole components, or blocks in a row of
+the largest one whose blocks may: a bool per block and secondary device.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Run:
         self.slots = model.slots
         self.held: dict[
             tuple[int, int, int, int, int], tuple[Any, Any]
-        ] = {}  # c, m, k, helper, t -> K, d
+        ] = {}  # c, m, k, secondary device, t -> K, d
         self.backing_stores: dict[tuple[int, int, int], Any] = {}
         self.reads: dict[tuple[int, int, int], Any] = {}
         self.spills = {gap: self.yes(f"spill {gap}") for gap in model.gaps}
@@ -132,10 +132,10 @@ class Run:
         of, sat, (number, part) = self.of, self.of.sat, self.slots[t]
         most = of.horizon
         busy = {c for c, m, k, nb, at in of.groups() if of.calls(t, c, k)}
-        copies_to: list[list[Any]] = [[] for _ in range(1 + len(of.helpers))]
-        on: list[list[Any]] = [[] for _ in range(1 + len(of.helpers))]
+        copies_to: list[list[Any]] = [[] for _ in range(1 + len(of.secondaries))]
+        on: list[list[Any]] = [[] for _ in range(1 + len(of.secondaries))]
         copies, bytes_held = copies_to[0], on[0]
-        reads, moved, single_buffered, rings = [], {}, {}, {}
+        reads, moved, single_buffered, ring_buffers = [], {}, {}, {}
         for c, m, k, nb, at in of.groups():
             variant, every, n = of.variant(c, m), of.count(c, m, k, at), of.calls(t, c, k)
             present, loaded = self.held[c, m, k, at, t]
@@ -155,7 +155,9 @@ class Run:
                 streamed = self.yes(f"streamed {c} {m} {k} {t}")
                 sat.add(every - present - loaded <= nb * streamed)
                 single = self.yes(f"single-buffered {c} {m} {k} {t}")
-                rings.setdefault((c, m), []).append((variant["block_bytes"][k], streamed, single))
+                ring_buffers.setdefault((c, m), []).append(
+                    (variant["block_bytes"][k], streamed, single)
+                )
                 single_buffered[c, m, k] = single
                 x = (n if part == "steady" else 1) * (every - present)
             if c in of.used:
@@ -166,10 +168,10 @@ class Run:
             if variant["backing_store"] == "disk":
                 reads.append(of.units(variant["disk_seconds"][k]) * x)
             on[at].append(up(variant["block_bytes"][k]) * (present + loaded))
-        bytes_held += [self.ring(t, c, m, blocks) for (c, m), blocks in rings.items()]
+        bytes_held += [self.ring_buffer(t, c, m, blocks) for (c, m), blocks in ring_buffers.items()]
         self.budgets(t, bytes_held)
-        for helper in range(1, len(on)):
-            self.helper_budget(t, helper, on[helper])
+        for secondary in range(1, len(on)):
+            self.secondary_budget(t, secondary, on[secondary])
         own = [
             self.own(t, c, k, moved, single_buffered, most)
             for c in sorted(busy)
@@ -182,7 +184,7 @@ class Run:
                         of.units(of.calls(t, c, k) * len(blocks["blocks"]) * of.seconds(t, c, m, k))
                         * of.chosen[c, m]
                     )
-        own += [each for helper in range(1, len(on)) for each in self.away(t, helper)]
+        own += [each for secondary in range(1, len(on)) for each in self.away(t, secondary)]
         hardware = of.problem["hardware"]
         for (v, begin, end), gone in self.spills.items():
             nbytes = of.problem["values"][v]["nbytes"]
@@ -252,39 +254,41 @@ class Run:
         of.sat.add(longest >= sum(of.units(seconds) * moved[c, m, k] for m, seconds in reads))
         return longest
 
-    def away(self, t: int, helper: int) -> list[Any]:
-        """Seconds of blocks of a split component on ``helper``, and of what crosses to it and
+    def away(self, t: int, secondary: int) -> list[Any]:
+        """Seconds of blocks of a split component on ``secondary``, and of what crosses to it and
         back."""
         of, (number, part), found = self.of, self.slots[t], []
         for c, m in of.chosen if part != "load" else ():
             if (use := of.use(number, c)) is None:
                 continue
             calls = {"first": min(use["calls"], 1), "steady": use["calls"] - 1}[part]
-            if of.variant(c, m)["device"] == f"device{helper}":
+            if of.variant(c, m)["device"] == f"device{secondary}":
                 found.append(
-                    of.units(calls * sum(of.crossing_seconds(helper, use["crossing"])))
+                    of.units(calls * sum(of.transfer_seconds(secondary, use["transfer"])))
                     * of.chosen[c, m]
                 )
             for (k, _), here in zip(
-                of.blocks_of(c), of.blocks_on.get((c, m, helper), ()), strict=False
+                of.blocks_of(c), of.blocks_on.get((c, m, secondary), ()), strict=False
             ):
                 found.append(
-                    of.units(of.calls(t, c, k) * of.seconds(t, c, m, k, alone=True, helper=helper))
+                    of.units(
+                        of.calls(t, c, k) * of.seconds(t, c, m, k, alone=True, secondary=secondary)
+                    )
                     * here
                 )
-            for to, back, nbytes in of.crossings(c, m, helper, use):
-                seconds = of.crossing_seconds(helper, (nbytes, nbytes))
+            for to, back, nbytes in of.transfers(c, m, secondary, use):
+                seconds = of.transfer_seconds(secondary, (nbytes, nbytes))
                 found += [
                     of.units(calls * each) * crosses
                     for each, crosses in zip(seconds, (to, back), strict=True)
                 ]
         return found
 
-    def helper_budget(self, t: int, helper: int, held: list[Any]) -> None:
-        """The budget of ``helper``: weights, and of what computes there activation as traced,
+    def secondary_budget(self, t: int, secondary: int, held: list[Any]) -> None:
+        """The budget of ``secondary``: weights, and of what computes there activation as traced,
         scratch, and what crosses to it."""
         of, sat, (number, part) = self.of, self.of.sat, self.slots[t]
-        phase, effective = of.phases[number], effective_bytes(of.helpers[helper - 1])
+        phase, effective = of.phases[number], effective_bytes(of.secondaries[secondary - 1])
         sat.add(UNIT * sum(held) <= effective)
         activation = {"load": 0, "first": phase["first_bytes"], "steady": phase["steady_bytes"]}[
             part
@@ -293,11 +297,11 @@ class Run:
             if (use := of.use(number, c)) is None:
                 continue
             nbytes = activation + of.variant(c, m)["scratch_bytes"]
-            if of.variant(c, m)["device"] == f"device{helper}":
+            if of.variant(c, m)["device"] == f"device{secondary}":
                 sat.add(
-                    UNIT * sum(held) + (nbytes + use["crossing"][0]) * of.chosen[c, m] <= effective
+                    UNIT * sum(held) + (nbytes + use["transfer"][0]) * of.chosen[c, m] <= effective
                 )
-            for b, here in enumerate(of.blocks_on.get((c, m, helper), ()), 1):
+            for b, here in enumerate(of.blocks_on.get((c, m, secondary), ()), 1):
                 got = [
                     up(n)
                     for n, _, users, given in use["live_tensors"]
@@ -305,9 +309,9 @@ class Run:
                 ]
                 sat.add(UNIT * sum(held) + (nbytes + UNIT * sum(got)) * here <= effective)
 
-    def ring(self, t: int, c: int, m: int, blocks: list[tuple[int, Any, Any]]) -> Any:
-        """Size of the ring: the largest streamed block, and a second block of every group that is
-        not single-buffered."""
+    def ring_buffer(self, t: int, c: int, m: int, blocks: list[tuple[int, Any, Any]]) -> Any:
+        """Size of the ring buffer: the largest streamed block, and a second block of every group
+        that is not single-buffered."""
         most = max(up(nbytes) for nbytes, _, _ in blocks)
         largest, beside = (
             self.number(most, f"largest {t} {c} {m}"),
@@ -331,10 +335,10 @@ class Run:
             for c, m in of.chosen
             if of.name(c) == use["component"]
         ]
-        on_cpu, off_device, glue = (
+        on_cpu, off_device, pipeline_code = (
             self.yes(f"cpu {t}"),
             self.yes(f"not here {t}"),
-            min(activation, phase["glue_bytes"]),
+            min(activation, phase["pipeline_code_bytes"]),
         )
         for flag, devices in (
             (on_cpu, lambda device: device != "cpu"),
@@ -353,17 +357,23 @@ class Run:
                 leaves, comes = (number, part) == (begin, "load"), (number, part) == (end, "load")
                 away += [values[v]["nbytes"] * gone] if number < end and not leaves else []
                 host += [values[v]["nbytes"] * gone] if number < end or comes else []
-        fixed = phase["live_in_bytes"] + sum(
+        fixed = phase["input_bytes"] + sum(
             value["nbytes"] for v, value in enumerate(values) if number in of.lives[v]
         )
         for scratch in scratches or [0]:
-            every = activation * (1 - off_device) + glue * off_device + scratch + fixed - sum(away)
+            every = (
+                activation * (1 - off_device)
+                + pipeline_code * off_device
+                + scratch
+                + fixed
+                - sum(away)
+            )
             ceiling = sum(variant["scratch_bytes"] for _, variant, _ in variants)
             sat.add(UNIT * sum(bytes_held) + every <= of.effective + ceiling * off_device)
         sat.add(
             UNIT * sum(bytes_held)
             + activation * (1 - off_device)
-            + glue * off_device
+            + pipeline_code * off_device
             + fixed
             - sum(away)
             <= of.effective
@@ -397,7 +407,7 @@ class Model:
         horizon: float,
     ) -> None:
         self.problem, self.order, self.phases = problem, order, phases
-        self.components, self.helpers = problem["components"], problem.get("helpers", [])
+        self.components, self.secondaries = problem["components"], problem.get("secondaries", [])
         self.sat = cp_model.CpModel()
         self.unit = horizon / 1e9
         self.horizon = 2 * 10**9
@@ -421,7 +431,7 @@ class Model:
             self.sat.add_exactly_one([self.chosen[c, m] for m in usable])
         self.blocks_on: dict[
             tuple[int, int, int], list[Any]
-        ] = {}  # c, m, helper -> per block in call order, whether it is there
+        ] = {}  # c, m, secondary device -> per block in call order, whether it is there
         for c, m in list(self.chosen):
             self.split(c, m)
         if problem["disk_bytes"] is not None:
@@ -461,8 +471,8 @@ class Model:
         )
 
     def split(self, c: int, m: int) -> None:
-        """Bools of the blocks of variant m that lie on helpers, an interval on each; only of the
-        largest component of which every use says what passes between blocks."""
+        """Bools of the blocks of variant m that lie on secondary devices, an interval on each; only
+        of the largest component of which every use says what passes between blocks."""
         uses = [use for phase in self.phases for use in phase["uses"]]
         able = [
             n
@@ -476,19 +486,21 @@ class Model:
             or self.demanded(c) & {"exclude", "drop"}
         ):
             return
-        for helper in range(1, 1 + len(self.helpers)):
-            if self.there(c, m, helper) is None:
+        for secondary in range(1, 1 + len(self.secondaries)):
+            if self.there(c, m, secondary) is None:
                 continue
             on = [
-                self.sat.new_bool_var(f"on {c} {m} {helper} {b}")
+                self.sat.new_bool_var(f"on {c} {m} {secondary} {b}")
                 for b in range(len(self.blocks_of(c)))
             ]
-            begins = [self.sat.new_bool_var(f"begins {c} {m} {helper} {b}") for b in range(len(on))]
+            begins = [
+                self.sat.new_bool_var(f"begins {c} {m} {secondary} {b}") for b in range(len(on))
+            ]
             for before, here, begin in zip([0, *on], on, begins, strict=False):
                 self.sat.add(here - before <= begin)
                 self.sat.add(here <= self.chosen[c, m])
             self.sat.add(sum(begins) <= 1)
-            self.blocks_on[c, m, helper] = on
+            self.blocks_on[c, m, secondary] = on
         every = [on for (of, at, _), on in self.blocks_on.items() if (of, at) == (c, m)]
         for each in zip(*every, strict=True):
             self.sat.add(sum(each) <= 1)
@@ -504,15 +516,15 @@ class Model:
             (k, i) for k, of in groups if "" not in of["blocks"] for i in range(len(of["blocks"]))
         ]
 
-    def there(self, c: int, m: int, helper: int) -> dict[str, Any] | None:
-        """Variant m on ``helper``; None where there is none, or its blocks cannot be there. 0:
+    def there(self, c: int, m: int, secondary: int) -> dict[str, Any] | None:
+        """Variant m on ``secondary``; None where there is none, or its blocks cannot be there. 0:
         variant m itself."""
         here = self.variant(c, m)
-        if not helper or here["device"] == f"device{helper}":
+        if not secondary or here["device"] == f"device{secondary}":
             return here
         if here["device"] != "device" or here["backing_store"] == "disk":
             return None
-        wanted = (here["precision"], here["backing_store"], f"device{helper}")
+        wanted = (here["precision"], here["backing_store"], f"device{secondary}")
         return next(
             (
                 v
@@ -522,12 +534,12 @@ class Model:
             None,
         )
 
-    def elsewhere(self, c: int, m: int, k: int, helper: int = 0) -> Any:
-        """Blocks of the group on ``helper``, or on any."""
+    def elsewhere(self, c: int, m: int, k: int, secondary: int = 0) -> Any:
+        """Blocks of the group on ``secondary``, or on any."""
         own = [
             (at, on)
             for (of, which, at), on in self.blocks_on.items()
-            if (of, which) == (c, m) and helper in (0, at)
+            if (of, which) == (c, m) and secondary in (0, at)
         ]
         return sum(
             here
@@ -537,16 +549,16 @@ class Model:
         )
 
     def count(self, c: int, m: int, k: int, at: int) -> Any:
-        """Blocks of the group at ``at``, a helper or the device of the variant (0), if the variant
-        is chosen."""
+        """Blocks of the group at ``at``, a secondary device or the device of the variant (0), if
+        the variant is chosen."""
         if at and self.variant(c, m)["device"] == "device":
             return self.elsewhere(c, m, k, at)
         return len(self.components[c]["groups"][k]["blocks"]) * self.chosen[c, m] - self.elsewhere(
             c, m, k
         )
 
-    def crossing_seconds(self, helper: int, nbytes: Any) -> tuple[float, float]:
-        one, other = self.problem["hardware"], self.helpers[helper - 1]["hardware"]
+    def transfer_seconds(self, secondary: int, nbytes: Any) -> tuple[float, float]:
+        one, other = self.problem["hardware"], self.secondaries[secondary - 1]["hardware"]
         ways = ((nbytes[0], one, other), (nbytes[1], other, one))
         found = [
             n
@@ -556,15 +568,15 @@ class Model:
         ]
         return found[0], found[1]
 
-    def crossings(
-        self, c: int, m: int, helper: int, use: dict[str, Any]
+    def transfers(
+        self, c: int, m: int, secondary: int, use: dict[str, Any]
     ) -> list[tuple[Any, Any, int]]:
-        """For each tensor that passes: whether it crosses to ``helper``, and back; and its
+        """For each tensor that passes: whether it crosses to ``secondary``, and back; and its
         bytes."""
-        on, found = [0, *self.blocks_on.get((c, m, helper), ())], []
+        on, found = [0, *self.blocks_on.get((c, m, secondary), ())], []
         for n, (nbytes, maker, users, _) in enumerate(use["live_tensors"] if len(on) > 1 else ()):
             to, back = (
-                self.sat.new_bool_var(f"{way} {c} {m} {helper} {n}") for way in ("to", "back")
+                self.sat.new_bool_var(f"{way} {c} {m} {secondary} {n}") for way in ("to", "back")
             )
             for user in users:
                 self.sat.add(to >= on[user] - on[maker])
@@ -573,19 +585,19 @@ class Model:
         return found
 
     def groups(self) -> list[tuple[int, int, int, int, int]]:
-        """(component, variant, group, blocks in it, helper) of all variants that do not compute on
-        the CPU, and of their blocks that may lie on helpers."""
+        """(component, variant, group, blocks in it, secondary device) of all variants that do not
+        compute on the CPU, and of their blocks that may lie on secondary devices."""
         found = []
         for c, m in self.chosen:
             device = self.variant(c, m)["device"]
-            helpers = [int(device.removeprefix("device") or 0)] if device != "cpu" else []
+            secondaries = [int(device.removeprefix("device") or 0)] if device != "cpu" else []
             for k, blocks in enumerate(self.components[c]["groups"]):
                 more = [
                     at
                     for of, which, at in self.blocks_on
                     if (of, which) == (c, m) and "" not in blocks["blocks"]
                 ]
-                found += [(c, m, k, len(blocks["blocks"]), at) for at in (*helpers, *more)]
+                found += [(c, m, k, len(blocks["blocks"]), at) for at in (*secondaries, *more)]
         return found
 
     def use(self, number: int, c: int) -> dict[str, Any] | None:
@@ -600,11 +612,11 @@ class Model:
         return int({"load": 0, "first": min(total, 1), "steady": max(total - 1, 0)}[part])
 
     def seconds(
-        self, t: int, c: int, m: int, k: int, *, alone: bool = False, helper: int = 0
+        self, t: int, c: int, m: int, k: int, *, alone: bool = False, secondary: int = 0
     ) -> float:
         """Of one block of the group in one call; ``alone``: without the compute of other code that
         its copies overlap."""
-        use, variant = self.use(self.slots[t][0], c), self.there(c, m, helper)
+        use, variant = self.use(self.slots[t][0], c), self.there(c, m, secondary)
         if use is None or variant is None:
             return 0.0
         seconds = use["seconds"][k]
@@ -650,7 +662,7 @@ def parts(phase: dict[str, Any]) -> list[str]:
 
 
 def effective_bytes(problem: dict[str, Any]) -> int:
-    """Of a problem, or of a helper."""
+    """Of a problem, or of a secondary device."""
     hardware = problem["hardware"]
     budget = min(problem["budget_bytes"], hardware["capacity_bytes"])
     return max(

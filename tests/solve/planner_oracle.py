@@ -27,7 +27,7 @@ def up(nbytes: int) -> int:
     return (nbytes + 511) // 512 * 512
 
 
-def crossing_of(use: Use, there: set[int]) -> tuple[int, int, int]:
+def transfer_of(use: Use, there: set[int]) -> tuple[int, int, int]:
     """Bytes that cross in a call to the device with the blocks ``there``, and back; and the most
     that are there for one of them, of what it gets, and what was given to the call and an earlier
     block got."""
@@ -139,26 +139,28 @@ class Choice:
         total = use.group_calls[k]
         return {"load": 0, "first": min(total, 1), "steady": max(total - 1, 0)}[part], seconds
 
-    def helper(self, name: str, k: int) -> int:
-        """The helper that a block group lies on, of the component or of the blocks that were cut
-        off it; 0: none."""
-        return int(self.variants[name].device.removeprefix("device") or self.groups[name][k].helper)
+    def secondary(self, name: str, k: int) -> int:
+        """The secondary device that a block group lies on, of the component or of the blocks that
+        were cut off it; 0: none."""
+        return int(
+            self.variants[name].device.removeprefix("device") or self.groups[name][k].secondary
+        )
 
-    def crossing(self, n: int, use: Use) -> tuple[int, int, int] | None:
-        """Bytes that cross to helper ``n`` and back in a call, and that are there beside weights
-        and activation. None: nothing computes there."""
+    def transfer(self, n: int, use: Use) -> tuple[int, int, int] | None:
+        """Bytes that cross to secondary device ``n`` and back in a call, and that are there beside
+        weights and activation. None: nothing computes there."""
         if self.variants[use.component].device == f"device{n}":
-            return use.crossing[0], use.crossing[1], use.crossing[0]
+            return use.transfer[0], use.transfer[1], use.transfer[0]
         there = {
             number
             for number, (k, _, _) in enumerate(use.order, 1)
-            if self.groups[use.component][k].helper == n
+            if self.groups[use.component][k].secondary == n
         }
-        return crossing_of(use, there) if there else None
+        return transfer_of(use, there) if there else None
 
-    def crossing_seconds(self, n: int, use: Use, part: str, to: int, back: int) -> float:
+    def transfer_seconds(self, n: int, use: Use, part: str, to: int, back: int) -> float:
         """Of all calls in the slot: through the host, at the rate of the slower card."""
-        one, other = self.problem.hardware, self.problem.helpers[n - 1].hardware
+        one, other = self.problem.hardware, self.problem.secondaries[n - 1].hardware
         calls = 1 if part == "first" else use.calls - 1
         return calls * (
             to / min(one.d2h_bytes_per_second, other.h2d_bytes_per_second)
@@ -169,8 +171,8 @@ class Choice:
         return next((use for use in self.phases[number].uses if use.component == name), None)
 
     def table(self, t: int) -> dict[str, np.ndarray]:
-        """Per allowed pair of states and ring sizes: seconds of compute, copies and reads; bytes
-        moved and held; which components copy."""
+        """Per allowed pair of states and ring buffer sizes: seconds of compute, copies and reads;
+        bytes moved and held; which components copy."""
         sizes = []
         for name in self.names:
             blocks = [
@@ -180,17 +182,19 @@ class Choice:
             ]
             sizes.append(sorted({(-1, 0), *product(blocks, {0, *blocks})}))
         found = [
-            self.with_rings(t, dict(zip(self.names, rings, strict=True)))
-            for rings in product(*sizes)
+            self.with_ring_buffers(t, dict(zip(self.names, ring_buffers, strict=True)))
+            for ring_buffers in product(*sizes)
         ]
         joined = {key: np.concatenate([of[key] for of in found]) for key in found[0]}
         order = np.argsort(joined["end"], kind="stable")
         return {key: of[order] for key, of in joined.items()}
 
-    def with_rings(self, t: int, rings: dict[str, tuple[int, int]]) -> dict[str, np.ndarray]:
-        """`table` for given rings: per component the bytes of the largest streamed block (-1:
-        nothing is streamed) and of a second one. Groups with blocks larger than the second are
-        single-buffered. Ring sizes that no group needs are left out."""
+    def with_ring_buffers(
+        self, t: int, ring_buffers: dict[str, tuple[int, int]]
+    ) -> dict[str, np.ndarray]:
+        """`table` for given ring buffers: per component the bytes of the largest streamed block
+        (-1: nothing is streamed) and of a second one. Groups with blocks larger than the second are
+        single-buffered. Ring buffer sizes that no group needs are left out."""
         number, part = self.slots[t]
         phase = self.phases[number]
         allowed = np.ones(len(self.begin), dtype=bool)
@@ -199,15 +203,15 @@ class Choice:
             np.zeros(len(self.begin), dtype=np.int64),
             np.zeros(len(self.begin), dtype=np.int64),
         )
-        helpers = range(1, len(self.problem.helpers) + 1)
+        secondaries = range(1, len(self.problem.secondaries) + 1)
         away = {
             n: (np.zeros(len(self.begin)), np.zeros(len(self.begin), dtype=np.int64))
-            for n in helpers
+            for n in secondaries
         }
         copying = {name: np.zeros(len(self.begin), dtype=bool) for name in self.names}
         asked = {
             name: np.full((2, len(self.begin)), [[first < 0], [second == 0]])
-            for name, (first, second) in rings.items()
+            for name, (first, second) in ring_buffers.items()
         }
         busy = {name for name, k, _, _ in self.cells if self.calls(t, name, k)[0]}
         for j, (name, k, nb, may) in enumerate(self.cells):
@@ -222,21 +226,21 @@ class Choice:
                 allowed &= here == nb
             elif n:
                 copies = (1 if part == "first" else n) * (nb - here)
-                allowed &= (there == nb) | (nbytes <= rings[name][0])
-                for which, room in enumerate(rings[name]):
+                allowed &= (there == nb) | (nbytes <= ring_buffers[name][0])
+                for which, room in enumerate(ring_buffers[name]):
                     asked[name][which] |= (there < nb) & (room == nbytes)
             read = copies * (variant.disk_seconds[k] if variant.backing_store == "disk" else 0.0)
             if n:
                 serial = (
                     n * nb * seconds * (there < nb)
-                    if may and up(rings[name][1]) < up(nbytes)
+                    if may and up(ring_buffers[name][1]) < up(nbytes)
                     else 0.0
                 )
                 own += np.maximum(
                     n * nb * seconds, np.maximum(copies * variant.load_seconds[k] + serial, read)
                 )
             disk, moved = disk + read, moved + copies * nbytes
-            away_on = self.helper(name, k)
+            away_on = self.secondary(name, k)
             if not away_on:
                 transfer = transfer + copies * variant.load_seconds[k]
                 held += up(nbytes) * there
@@ -245,7 +249,7 @@ class Choice:
                 seconds_there += copies * variant.load_seconds[k]
                 bytes_there += up(nbytes) * there
             copying[name] |= copies > 0
-        for name, (first, second) in rings.items():
+        for name, (first, second) in ring_buffers.items():
             held += up(max(0, first)) + up(second)
             allowed &= asked[name].all(axis=0)
         for name in self.names:
@@ -257,24 +261,25 @@ class Choice:
         activation = {"load": 0, "first": phase.first_bytes, "steady": phase.steady_bytes}[part]
         for n, (_, bytes_there) in away.items():
             there = [
-                (use, crossing)
+                (use, use_transfer)
                 for use in phase.uses
-                if (crossing := self.crossing(n, use)) is not None
+                if (use_transfer := self.transfer(n, use)) is not None
             ]
             if there and part != "load":
                 arguments = (
-                    crossing[2] + self.variants[use.component].scratch_bytes
-                    for use, crossing in there
+                    use_transfer[2] + self.variants[use.component].scratch_bytes
+                    for use, use_transfer in there
                 )
                 bytes_there += activation + max(arguments)
                 own += sum(
-                    self.crossing_seconds(n, use, part, *crossing[:2]) for use, crossing in there
+                    self.transfer_seconds(n, use, part, *use_transfer[:2])
+                    for use, use_transfer in there
                 )
         if variants and all(variant.device != "device" for variant in variants):
-            activation = min(activation, phase.glue_bytes)
+            activation = min(activation, phase.pipeline_code_bytes)
         elif part != "load":
             activation += max((variant.scratch_bytes for variant in variants), default=0)
-        held += activation + phase.live_in_bytes
+        held += activation + phase.input_bytes
         held += sum(
             value.nbytes
             for value, lives in zip(self.problem.values, self.lives, strict=True)
@@ -400,8 +405,8 @@ class Choice:
             return None
         fits = table["held"] - away <= effective
         own = table["own"]
-        for n, helper in enumerate(self.problem.helpers, 1):
-            fits &= table[f"on {n}"] <= helper.budget_bytes
+        for n, secondary in enumerate(self.problem.secondaries, 1):
+            fits &= table[f"on {n}"] <= secondary.budget_bytes
             own = np.maximum(own, table[f"to {n}"])
         for name, new in zip(self.used, after, strict=True):
             if new != HELD:

@@ -70,15 +70,15 @@ def problem(
 def flux(budget_bytes: int, steps: int = 28) -> Problem:
     """Approximately FLUX.1-dev at 1024x1024 on an RTX 4090 with PCIe 4."""
     components = (
-        component("text_encoder", ("remainder", 1, 246 * MIB)),
-        component("text_encoder_2", ("blocks", 24, 370 * MIB), ("remainder", 1, 251 * MIB)),
+        component("text_encoder", ("unblocked", 1, 246 * MIB)),
+        component("text_encoder_2", ("blocks", 24, 370 * MIB), ("unblocked", 1, 251 * MIB)),
         component(
             "transformer",
             ("double", 19, 340 * 10**6),
             ("single", 38, 142 * 10**6),
-            ("remainder", 1, 180 * MIB),
+            ("unblocked", 1, 180 * MIB),
         ),
-        component("vae", ("remainder", 1, 160 * MIB)),
+        component("vae", ("unblocked", 1, 160 * MIB)),
     )
     phases = (
         PhaseNumbers("encode", 0, (Use("text_encoder", 1, (1,), (0.003,)),), 0, 10 * MIB, 0),

@@ -13,10 +13,10 @@ from graphrun.model.problem import (
     ComponentNumbers,
     Directive,
     Hardware,
-    Helper,
     PhaseNumbers,
     Placement,
     Problem,
+    Secondary,
     StageOption,
     Use,
     ValueNumbers,
@@ -80,8 +80,9 @@ def random_problem(seed: int) -> Problem:
     )
 
 
-def with_helpers(seed: int) -> Problem:
-    """A random problem with one or two helpers, on which some components may compute as a whole."""
+def with_secondaries(seed: int) -> Problem:
+    """A random problem with one or two secondary devices, on which some components may compute as a
+    whole."""
     rng = random.Random(~seed)
     of = random_problem(seed)
     weights = sum(component.weight_bytes() for component in of.components)
@@ -89,11 +90,11 @@ def with_helpers(seed: int) -> Problem:
         rng.choice((weights // 2, weights, 2 * weights)) + rng.choice((0, 512, 3000, 8000))
         for _ in range(rng.choice((1, 1, 2)))
     ]
-    helpers = tuple(Helper(_hardware(rng, False), nbytes) for nbytes in budgets)
+    secondaries = tuple(Secondary(_hardware(rng, False), nbytes) for nbytes in budgets)
 
-    def on_helpers(component: ComponentNumbers) -> ComponentNumbers:
+    def on_secondaries(component: ComponentNumbers) -> ComponentNumbers:
         more = []
-        for number in range(1, len(helpers) + 1):
+        for number in range(1, len(secondaries) + 1):
             if rng.random() < 0.6:
                 plain = next(
                     (v for v in component.variants if v.device == "device"), component.variants[0]
@@ -105,21 +106,21 @@ def with_helpers(seed: int) -> Problem:
                 more.append(replace(there, slowdown=float(rng.choice((1, 2, 3)))))
         return replace(component, variants=(*component.variants, *more))
 
-    def crossing(phase: PhaseNumbers) -> PhaseNumbers:
+    def transfer(phase: PhaseNumbers) -> PhaseNumbers:
         uses = (
-            replace(use, crossing=(256 * rng.randint(0, 3), 256 * rng.randint(0, 3)))
+            replace(use, transfer=(256 * rng.randint(0, 3), 256 * rng.randint(0, 3)))
             for use in phase.uses
         )
         return replace(phase, uses=tuple(uses))
 
     return replace(
         of,
-        components=tuple(map(on_helpers, of.components)),
-        phases=tuple(map(crossing, of.phases)),
+        components=tuple(map(on_secondaries, of.components)),
+        phases=tuple(map(transfer, of.phases)),
         options=tuple(
-            replace(option, phases=tuple(map(crossing, option.phases))) for option in of.options
+            replace(option, phases=tuple(map(transfer, option.phases))) for option in of.options
         ),
-        helpers=helpers,
+        secondaries=secondaries,
     )
 
 
@@ -130,7 +131,7 @@ def _most(of: Problem, consumed_only: bool) -> int:
     return max(
         sum(weights[use.component] for use in phase.uses)
         + max(phase.first_bytes, phase.steady_bytes)
-        + phase.live_in_bytes
+        + phase.input_bytes
         + sum(
             value.nbytes
             for value in of.values
@@ -230,8 +231,10 @@ def _phase(
             Use(used.name, calls, group_calls, tuple(float(rng.randint(0, 3)) for _ in used.groups))
         )
     first = rng.choice((0, 512, 1000, 2048))
-    live_in, steady = rng.choice((0, 100)), rng.choice((first, 0, 3000))
-    return PhaseNumbers(stage, 0, tuple(uses), live_in, first, steady, glue_bytes=first // 2)
+    inputs_live, steady = rng.choice((0, 100)), rng.choice((first, 0, 3000))
+    return PhaseNumbers(
+        stage, 0, tuple(uses), inputs_live, first, steady, pipeline_code_bytes=first // 2
+    )
 
 
 def _value(

@@ -34,10 +34,10 @@ slot denoise/0:dit load
   restore embeds
   load dit big[0] from pinned
 slot denoise/0:dit first
-  stream dit keep big[0] remainder[0] ring 4 KiB
+  stream dit keep big[0] remainder[0] ring buffer 4 KiB
   run
 slot denoise/0:dit steady x3
-  stream dit keep big[0] remainder[0] ring 4 KiB
+  stream dit keep big[0] remainder[0] ring buffer 4 KiB
   run
 slot decode/0:vae load
   drop dit
@@ -65,10 +65,10 @@ slot refine/0:up first
   run
 slot denoise/0:dit load
 slot denoise/0:dit first
-  stream dit keep remainder[0] ring 4 KiB
+  stream dit keep remainder[0] ring buffer 4 KiB
   run
 slot denoise/0:dit steady x3
-  stream dit keep remainder[0] ring 4 KiB
+  stream dit keep remainder[0] ring buffer 4 KiB
   run
 slot decode/0:vae load
   load vae all from pinned
@@ -85,10 +85,10 @@ slot refine/0:up first
   run
 slot denoise/0:dit load
 slot denoise/0:dit first
-  stream dit keep remainder[0] ring 4 KiB
+  stream dit keep remainder[0] ring buffer 4 KiB
   run
 slot denoise/0:dit steady x3
-  stream dit keep remainder[0] ring 4 KiB
+  stream dit keep remainder[0] ring buffer 4 KiB
   run
 slot decode/0:vae load
   load vae all from pinned
@@ -103,8 +103,8 @@ def example_problem(**changes: object) -> Problem:
     """Four stages. ``te`` may compute on the CPU, ``dit`` may have its backing store on disk; nf4
     and slicing need permission."""
     te, dit = (
-        component("te", ("remainder", 1, 2 * K)),
-        component("dit", ("big", 4, 2 * K), ("remainder", 1, K)),
+        component("te", ("unblocked", 1, 2 * K)),
+        component("dit", ("big", 4, 2 * K), ("unblocked", 1, K)),
     )
     (te_variant,), (dit_variant,) = te.variants, dit.variants
     read_in_run = replace(
@@ -128,7 +128,7 @@ def example_problem(**changes: object) -> Problem:
                 replace(read_in_run, precision="nf4", needs="nf4"),
             ),
         ),
-        component("vae", ("remainder", 1, 3 * K), seconds_per_byte=1 / K),
+        component("vae", ("unblocked", 1, 3 * K), seconds_per_byte=1 / K),
     )
     decode = PhaseNumbers("decode", 0, (Use("vae", 1, (1,), (1.0,)),), 0, 3 * K, 0)
     phases = (

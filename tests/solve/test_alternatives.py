@@ -135,7 +135,7 @@ def test_a_faster_alternative_is_the_plan(slow: str) -> None:
     faster than the plan. Here the plan is a worse one, all of the transformer streamed or from
     pageable memory."""
     of = with_nf4(8 * GIB)
-    only = of.component("transformer").held_as("bfloat16 pageable device")
+    only = of.component("transformer").stored_as("bfloat16 pageable device")
     worse = {
         "streamed": lambda: directed(of, [Directive("exclude", "transformer")]),
         "pageable": lambda: replace(

@@ -22,12 +22,12 @@ slot denoise/0:dit load
   evict te all
   load dit big[1] from pinned
 slot denoise/0:dit first
-  stream dit keep big[0,1] remainder[0] ring 4 KiB
+  stream dit keep big[0,1] remainder[0] ring buffer 4 KiB
   load dit big[0] from pinned
   run
 slot denoise/0:dit steady x3
   evict dit big[0]
-  stream dit keep big[1] remainder[0] ring 4 KiB
+  stream dit keep big[1] remainder[0] ring buffer 4 KiB
   load vae mid[0] from pinned
   run
 slot decode/0:vae load
@@ -41,8 +41,8 @@ slot end
 
 
 def example_problem(budget_bytes: int = 12 * K, **changes: object) -> Problem:
-    te = component("te", ("remainder", 1, 2 * K))
-    dit = component("dit", ("big", 4, 2 * K), ("remainder", 1, K))
+    te = component("te", ("unblocked", 1, 2 * K))
+    dit = component("dit", ("big", 4, 2 * K), ("unblocked", 1, K))
     vae = component("vae", ("mid", 2, K, False), ("unused", 1, K))
     phases = (
         PhaseNumbers("encode", 0, (Use("te", 1, (1,), (0.1,)),), 100, 500, 0),
@@ -94,7 +94,7 @@ def test_the_unchanged_plan_is_valid() -> None:
         ("load dit big[1] from", "load dit big[1] remainder[0] from", [("load-present", 2, 1)]),
         ("load te all from pinned", "load te all from disk", [("backing-store", 0, 0)]),
         ("  evict te all\n", "  evict te all\n  evict vae unused[0]\n", [("evict-absent", 2, 1)]),
-        ("  stream dit keep big[0,1] remainder[0] ring 4 KiB\n", "", [("missing", 3, -1)]),
+        ("  stream dit keep big[0,1] remainder[0] ring buffer 4 KiB\n", "", [("missing", 3, -1)]),
         (
             "  load dit remainder[0] from pinned\n",
             "",
@@ -113,10 +113,14 @@ def test_the_unchanged_plan_is_valid() -> None:
         ("keep big[0,1]", "keep big[1]", [("stream", 3, 0)]),
         (
             "  evict te all\n",
-            "  evict te all\n  stream dit keep remainder[0] ring 4 KiB\n",
+            "  evict te all\n  stream dit keep remainder[0] ring buffer 4 KiB\n",
             [("stream", 2, 1)],
         ),
-        ("big[0,1] remainder[0] ring 4 KiB", "big[0,1] remainder[0] ring 2047 B", [("ring", 3, 0)]),
+        (
+            "big[0,1] remainder[0] ring buffer 4 KiB",
+            "big[0,1] remainder[0] ring buffer 2047 B",
+            [("ring_buffer", 3, 0)],
+        ),
         ("  evict vae mid[0,1]", "  evict vae mid[0]", [("baseline", 7, -1)]),
     ],
 )
@@ -130,17 +134,17 @@ def test_a_violation_names_rule_slot_and_action(
     } | {"baseline"}
 
 
-def test_a_ring_needs_room_for_the_largest_streamed_block() -> None:
-    assert broken_rules(GOOD.replace("ring 4 KiB", "ring 2 KiB")) == []
-    assert broken_rules(GOOD.replace("ring 4 KiB", "ring 2047 B")) == [
-        ("ring", 3, 0),
-        ("ring", 4, 1),
+def test_a_ring_buffer_needs_room_for_the_largest_streamed_block() -> None:
+    assert broken_rules(GOOD.replace("ring buffer 4 KiB", "ring buffer 2 KiB")) == []
+    assert broken_rules(GOOD.replace("ring buffer 4 KiB", "ring buffer 2047 B")) == [
+        ("ring_buffer", 3, 0),
+        ("ring_buffer", 4, 1),
     ]
 
 
 def test_budgets_are_exact_to_the_byte() -> None:
-    # denoise first: 5 KiB weights + 4 KiB ring + 900 + 412 + 100; steady: 3 KiB + 1 KiB prefetch +
-    # 4 KiB ring + 1000 + 412 + 100
+    # denoise first: 5 KiB weights + 4 KiB ring buffer + 900 + 412 + 100; steady: 3 KiB + 1 KiB
+    # prefetch + 4 KiB ring buffer + 1000 + 412 + 100
     first = 5 * K + 4 * K + 900 + 512
     assert broken_rules(GOOD, example_problem(first)) == []
     (found,) = check(
@@ -149,7 +153,7 @@ def test_budgets_are_exact_to_the_byte() -> None:
     assert (found.rule, found.slot) == ("vram", 3)
     assert (
         found.detail
-        == f"5120 weights + 4096 rings + 900 activation + 512 values and live-in = {first} > {first - 1} bytes"
+        == f"5120 weights + 4096 ring buffers + 900 activation + 512 values and inputs = {first} > {first - 1} bytes"
     )
     host = 2 * K + 9 * K + 3 * K
     assert broken_rules(GOOD, example_problem(ram_bytes=host)) == []
@@ -157,7 +161,7 @@ def test_budgets_are_exact_to_the_byte() -> None:
 
 
 def test_device_allocations_are_rounded_up() -> None:
-    odd = component("te", ("remainder", 1, 1025))
+    odd = component("te", ("unblocked", 1, 1025))
     phases = (PhaseNumbers("encode", 0, (Use("te", 1, (1,), (0.1,)),), 0, 0, 0),)
     text = "plan {digest}\nslot encode/0:te load\nload te all from pinned\nslot encode/0:te first\nrun\nslot end\nevict te all"
     assert broken_rules(text, problem(1536, (odd,), phases)) == []
@@ -174,5 +178,5 @@ def test_an_immovable_component_is_neither_evicted_nor_streamed() -> None:
 
 
 def test_a_phase_without_components_has_only_a_first_slot() -> None:
-    glue = problem(K, (), (PhaseNumbers("glue", 0, (), 0, 10, 0),))
-    assert broken_rules("plan {digest}\nslot glue/0: first\nrun\nslot end", glue) == []
+    pipeline_code = problem(K, (), (PhaseNumbers("pipeline_code", 0, (), 0, 10, 0),))
+    assert broken_rules("plan {digest}\nslot glue/0: first\nrun\nslot end", pipeline_code) == []

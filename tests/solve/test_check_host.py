@@ -148,7 +148,7 @@ def test_slots_must_follow_the_chosen_order_of_stages() -> None:
         ("  read te\n", "  read te\n  load te all from pageable\n", [("cpu", 0, 1)]),
         (
             "  run\nslot refine/0:up load",
-            "  stream te keep none ring 4 KiB\n  run\nslot refine/0:up load",
+            "  stream te keep none ring buffer 4 KiB\n  run\nslot refine/0:up load",
             [("cpu", 1, 0)],
         ),
         ("  spill embeds\n", "", [("restore", 4, 2)]),
@@ -187,17 +187,19 @@ def test_values_are_spilled_only_around_phases_with_load_slots_that_do_not_consu
     assert broken_rules(COLD, twice) == [("spill", 2, 1), ("restore", 4, 2)], (
         "refine consumes it too, so there is no gap"
     )
-    glue = replace(of, phases=(of.phases[0], replace(of.phases[1], uses=()), *of.phases[2:]))
+    pipeline_code = replace(
+        of, phases=(of.phases[0], replace(of.phases[1], uses=()), *of.phases[2:])
+    )
     text = COLD.replace(
         "slot refine/0:up load\n  drop te\n  spill embeds\n  load up all from pinned\n", ""
     )
     text = text.replace("refine/0:up", "refine/0:").replace(
         "  drop up\n  evict up all\n  restore embeds\n", "  drop te\n"
     )
-    assert broken_rules(text, glue) == []
-    assert broken_rules(text.replace("  read dit\n", "  spill embeds\n  read dit\n"), glue) == [
-        ("spill", 2, 0)
-    ]
+    assert broken_rules(text, pipeline_code) == []
+    assert broken_rules(
+        text.replace("  read dit\n", "  spill embeds\n  read dit\n"), pipeline_code
+    ) == [("spill", 2, 0)]
 
 
 def smallest_budget(kind: str, text: str, **changes: object) -> int:

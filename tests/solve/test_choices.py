@@ -112,7 +112,7 @@ def encoders() -> Problem:
     """Two independent encoders, then a stage that needs both. The output of the first leaves no
     memory for the second's activation."""
     made = tuple(
-        component(name, ("remainder", 1, 2 * MIB), seconds_per_byte=1 / MIB) for name in "abc"
+        component(name, ("unblocked", 1, 2 * MIB), seconds_per_byte=1 / MIB) for name in "abc"
     )
     uses = [Use(name, 1, (1,), (1.0,)) for name in "abc"]
     stages = zip(("sa", "sb", "sc"), uses, (0, 4 * MIB, 0), strict=True)
@@ -131,7 +131,7 @@ def encoders() -> Problem:
 
 def ordered(stages: tuple[str, ...], pairs: tuple[tuple[str, str], ...] | None) -> Problem:
     """A problem of these stages, which take nothing, with ``pairs`` as its precedence."""
-    made = component("a", ("remainder", 1, MIB))
+    made = component("a", ("unblocked", 1, MIB))
     phases = tuple(
         PhaseNumbers(stage, 0, (Use("a", 1, (1,), (1.0,)),), 0, 0, 0) for stage in stages
     )

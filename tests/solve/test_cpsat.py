@@ -97,10 +97,12 @@ TWO_CARDS = ((8, 8, 10), (8, 6, 2), (6, 12, 1), (8, 1, 10))  # GiB of each, runs
 def test_a_real_graph_over_two_cards(case: tuple[int, int, int], tmp_path: Path) -> None:
     """CP-SAT says of every block where it lies, the solver how many of each segment are
     elsewhere."""
-    gib, on_helper, runs = case
+    gib, on_secondary, runs = case
     of = real("flux-dev-two-cards", gib)
-    of = replace(of, helpers=(replace(of.helpers[0], budget_bytes=on_helper * 2**30),), runs=runs)
-    assert bool(solve(of).plan.splits) == (on_helper > 1)
+    of = replace(
+        of, secondaries=(replace(of.secondaries[0], budget_bytes=on_secondary * 2**30),), runs=runs
+    )
+    assert bool(solve(of).plan.splits) == (on_secondary > 1)
     agrees(of, least({"it": of}, tmp_path)["it"])
 
 

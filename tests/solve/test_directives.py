@@ -22,8 +22,8 @@ from graphrun.verify.simulate import simulate
 def twice() -> Problem:
     """A component used in the first and the last of three phases, and another one between. Both fit
     on the device together."""
-    te = component("te", ("layers", 4, MIB), ("remainder", 1, MIB))
-    other = component("other", ("layers", 4, MIB), ("remainder", 1, MIB))
+    te = component("te", ("layers", 4, MIB), ("unblocked", 1, MIB))
+    other = component("other", ("layers", 4, MIB), ("unblocked", 1, MIB))
     uses = [(name, Use(name, 2, (2, 2), (1e-3, 1e-3))) for name in ("te", "other", "te")]
     phases = tuple(PhaseNumbers(f"s{i}", 0, (use,), 0, 0, 0) for i, (_, use) in enumerate(uses))
     return problem(11 * MIB, (te, other), phases)
@@ -95,7 +95,7 @@ def test_the_effect_of_each_directive_when_everything_fits() -> None:
         for a in slot.actions
         if isinstance(a, Load) and a.component == "te"
     ]
-    assert set(loaded) == {(("remainder", (0,)),)}, "only blocks that cannot be streamed are loaded"
+    assert set(loaded) == {(("unblocked", (0,)),)}, "only blocks that cannot be streamed are loaded"
     assert (
         simulate(excluded.problem, excluded.plan).moved_bytes
         > simulate(of, solve(of).plan).moved_bytes

@@ -28,7 +28,12 @@ def test_each_phase_that_does_not_fit_is_named_with_its_terms() -> None:
     assert error.exit_code == 3
     assert [(need.phase, need.part) for need in error.needs] == [("decode/0:vae", "first")]
     (need,) = error.needs
-    assert (need.weights_bytes, need.ring_bytes, need.activation_bytes, need.values_bytes) == (
+    assert (
+        need.weights_bytes,
+        need.ring_buffer_bytes,
+        need.activation_bytes,
+        need.values_bytes,
+    ) == (
         160 * MIB,
         0,
         1536 * MIB,
@@ -36,15 +41,15 @@ def test_each_phase_that_does_not_fit_is_named_with_its_terms() -> None:
     )
     assert need.total_bytes == 1698 * MIB
     assert need.available_bytes == 2 * GIB - 650 * MIB
-    assert "decode/0:vae first needs 1.66G = 160M fixed weights + 0B ring" in str(error)
+    assert "decode/0:vae first needs 1.66G = 160M fixed weights + 0B ring buffer" in str(error)
     assert error.smallest_budget_bytes == 650 * MIB + 1698 * MIB
 
 
-def test_streamed_components_need_their_fixed_weights_and_a_ring() -> None:
+def test_streamed_components_need_their_fixed_weights_and_a_ring_buffer() -> None:
     needs = {need.phase: need for need in least_memory(flux(8 * GIB))}
     need = needs["denoise/0:transformer"]
     assert need.weights_bytes == 180 * MIB
-    assert need.ring_bytes == -(-340 * 10**6 // 512) * 512, "one block of the larger group"
+    assert need.ring_buffer_bytes == -(-340 * 10**6 // 512) * 512, "one block of the larger group"
 
 
 def test_the_smallest_budget_is_exact() -> None:
@@ -54,8 +59,10 @@ def test_the_smallest_budget_is_exact() -> None:
     assert refused(flux(smallest - 1)).smallest_budget_bytes == smallest
 
 
-def test_with_the_largest_block_alone_in_the_ring_a_plan_exists_and_with_a_byte_less_none() -> None:
-    one = component("one", ("large", 3, 10 * 1024), ("small", 9, 4 * 1024), ("remainder", 1, 1024))
+def test_with_the_largest_block_alone_in_the_ring_buffer_a_plan_exists_and_with_a_byte_less_none() -> (
+    None
+):
+    one = component("one", ("large", 3, 10 * 1024), ("small", 9, 4 * 1024), ("unblocked", 1, 1024))
     of = problem(
         11 * 1024 + 512,
         (one,),
@@ -64,19 +71,19 @@ def test_with_the_largest_block_alone_in_the_ring_a_plan_exists_and_with_a_byte_
     assert smallest_budget(of) == 11 * 1024 + 512
     solution = solve(of)
     assert check(of, solution.plan) == ()
-    rings = {
-        action.ring_bytes
+    ring_buffers = {
+        action.ring_buffer_bytes
         for slot in solution.plan.slots
         for action in slot.actions
         if isinstance(action, Stream)
     }
-    assert rings == {10 * 1024}
+    assert ring_buffers == {10 * 1024}
     refused(replace(of, budget_bytes=11 * 1024 + 511))
 
 
 def test_first_and_steady_slots_are_sized_separately() -> None:
-    # first streams wide blocks through a ring of 30 KiB; steady streams none of them and has 51 KiB
-    # of activation and 10 of ring
+    # first streams wide blocks through a ring buffer of 30 KiB; steady streams none of them and has
+    # 51 KiB of activation and 10 of ring buffer
     one = component(
         "one", ("tall", 1, 10 * 1024, True), ("small", 10, 4 * 1024), ("wide", 10, 30 * 1024)
     )

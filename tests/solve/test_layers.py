@@ -1,5 +1,5 @@
-"""Splitting into layers where blocks do not fit or layers are faster; rings that use activation
-bytes free while a layer runs."""
+"""Splitting into layers where blocks do not fit or layers are faster; ring buffers that use
+activation bytes free while a layer runs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def problem(budget_bytes: int) -> Problem:
         )
 
     blocks = (
-        BlockGroup("remainder", ("",), False),
+        BlockGroup("unblocked", ("",), False),
         BlockGroup("b", tuple(f"b.{n}" for n in range(4)), True),
     )
     wide, narrow = (
@@ -52,7 +52,7 @@ def problem(budget_bytes: int) -> Problem:
         tuple(f"b.{n}.n" for n in range(4)),
     )
     layers = (
-        BlockGroup("remainder", ("",), False),
+        BlockGroup("unblocked", ("",), False),
         BlockGroup("b_2", wide, True),
         BlockGroup("b_3", narrow, True),
     )
@@ -67,7 +67,7 @@ def problem(budget_bytes: int) -> Problem:
     phase = replace(
         of.phases[-1],
         uses=(Use("m", 2, (2, 2), (0.001, 0.005), (), layers=use),),
-        live_in_bytes=0,
+        input_bytes=0,
         first_bytes=5 * MB,
         steady_bytes=5 * MB,
     )
@@ -147,7 +147,7 @@ def test_more_memory_costs_no_time_where_plans_change_from_layers_to_blocks() ->
 def test_the_smallest_budget_holds_the_largest_layer_beside_all_activation() -> None:
     of = problem(12 * MB)
     (need,) = least_memory(split_into_layers(of, splittable(of)))
-    assert need.ring_bytes == 2_000_384, "the largest layer"
+    assert need.ring_buffer_bytes == 2_000_384, "the largest layer"
     least = smallest_budget(of)
     solution = solve(replace(of, budget_bytes=least))
     found = simulate(solution.problem, solution.plan)
@@ -157,20 +157,22 @@ def test_the_smallest_budget_holds_the_largest_layer_beside_all_activation() -> 
     assert refused.value.smallest_budget_bytes == least
 
 
-def test_a_ring_that_is_too_small_is_a_violation() -> None:
+def test_a_ring_buffer_that_is_too_small_is_a_violation() -> None:
     of = problem(12 * MB)
     solution = solve(replace(of, budget_bytes=smallest_budget(of)))
     slots = tuple(
         replace(
             slot,
             actions=tuple(
-                replace(a, ring_bytes=a.ring_bytes - 512) if isinstance(a, Stream) else a
+                replace(a, ring_buffer_bytes=a.ring_buffer_bytes - 512)
+                if isinstance(a, Stream)
+                else a
                 for a in slot.actions
             ),
         )
         for slot in solution.plan.slots
     )
-    assert "ring" in {
+    assert "ring_buffer" in {
         violation.rule for violation in check(solution.problem, replace(solution.plan, slots=slots))
     }
 
@@ -230,7 +232,7 @@ def with_a_large_variant(budget_bytes: int) -> Problem:
 
 def test_a_component_held_as_one_variant_is_split_into_layers_of_that_variant() -> None:
     (own,) = with_a_large_variant(100 * MB).components
-    large = own.held_as("float64 pinned device")
+    large = own.stored_as("float64 pinned device")
     assert large.layers is not None
     for of, sizes in ((large, (32 * MB, 32 * MB)), (large.layers, (4 * 512, 8 * MB, 4 * MB))):
         assert [(v.precision, v.block_bytes, v.needs) for v in of.variants] == [
@@ -244,7 +246,7 @@ def test_a_component_held_as_one_variant_is_split_into_layers_of_that_variant() 
     assert found.moved_bytes > 128 * MB, "they are those of the large variant"
 
 
-def test_only_the_chosen_variant_has_a_ring_for_layers() -> None:
+def test_only_the_chosen_variant_has_a_ring_buffer_for_layers() -> None:
     of = problem(12 * MB)
     least = smallest_budget(of)
     both = replace(with_a_large_variant(least), allow=("float64",))
@@ -252,7 +254,7 @@ def test_only_the_chosen_variant_has_a_ring_for_layers() -> None:
     assert predicted_seconds(both) == predicted_seconds(replace(of, budget_bytes=least)) is not None
 
 
-def held_as(
+def stored_as(
     component: ComponentNumbers, *blocks: int, layers: tuple[int, ...], **others: object
 ) -> ComponentNumbers:
     """``component`` with these sizes of blocks and layers."""
@@ -276,14 +278,14 @@ def with_experts(budget_bytes: int) -> Problem:
     (use,) = phase.uses
     assert own.layers is not None
     assert use.layers is not None
-    m = held_as(own, 24 * MB, 8 * MB, layers=(512, 2 * MB, MB))
-    e = held_as(
+    m = stored_as(own, 24 * MB, 8 * MB, layers=(512, 2 * MB, MB))
+    e = stored_as(
         replace(own, name="e", layers=replace(own.layers, name="e")),
         8 * MB,
         8 * MB,
         layers=(20 * MB, 2 * MB, MB),
     )
-    small = held_as(e, 4 * MB, 8 * MB, layers=(512, 512, 512), precision="nf4", needs="nf4")
+    small = stored_as(e, 4 * MB, 8 * MB, layers=(512, 512, 512), precision="nf4", needs="nf4")
     assert e.layers is not None
     assert small.layers is not None
     layers = replace(e.layers, variants=e.layers.variants + small.layers.variants)
@@ -314,7 +316,7 @@ def test_a_component_that_needs_less_host_memory_as_layers_is_split_if_the_devic
     None
 ):
     of = problem(18 * MB)
-    own = held_as(
+    own = stored_as(
         of.components[0],
         512,
         8 * MB,

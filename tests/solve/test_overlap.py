@@ -24,7 +24,7 @@ def test_compute_between_blocks_overlaps_two_copies_or_four_reads_and_none_of_it
 
 
 def test_where_the_host_binds_components_that_need_less_host_memory_are_split() -> None:
-    blocks = (BlockGroup("remainder", ("",), False), BlockGroup("b", ("b.0", "b.1"), True))
+    blocks = (BlockGroup("unblocked", ("",), False), BlockGroup("b", ("b.0", "b.1"), True))
     layers = ComponentNumbers(
         "a", 201, blocks, (replace(DISK, host_bytes=20),), granularity="layers"
     )

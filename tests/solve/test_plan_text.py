@@ -28,7 +28,7 @@ slot encode/1:t5 load
 slot encode/1:t5 first
   run
 slot denoise/0:transformer steady x27
-  stream transformer keep double[0,8,16] single[0-3,12,24,36-37] ring 680 MiB
+  stream transformer keep double[0,8,16] single[0-3,12,24,36-37] ring buffer 680 MiB
   load vae remainder[0] from pinned
   run
 slot end
@@ -48,7 +48,7 @@ def test_text_parses_to_a_plan_and_back() -> None:
                 (("double", (0, 8, 16)), ("single", (0, 1, 2, 3, 12, 24, 36, 37))),
                 680 * 2**20,
             ),
-            Load("vae", (("remainder", (0,)),)),
+            Load("vae", (("unblocked", (0,)),)),
             Run(),
         ),
     )
@@ -106,7 +106,7 @@ def test_comments_blank_lines_and_indentation_are_ignored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ring_bytes", "text"),
+    ("ring_buffer_bytes", "text"),
     [
         (680 * 2**20, "680 MiB"),
         (3 * 2**10, "3 KiB"),
@@ -115,9 +115,9 @@ def test_comments_blank_lines_and_indentation_are_ignored() -> None:
         (0, "0 MiB"),
     ],
 )
-def test_ring_bytes_are_exact(ring_bytes: int, text: str) -> None:
-    plan = Plan("d", (Slot("a/0:b", "first", 1, (Stream("b", (), ring_bytes), Run())),))
-    assert f"stream b keep none ring {text}" in str(plan)
+def test_ring_buffer_bytes_are_exact(ring_buffer_bytes: int, text: str) -> None:
+    plan = Plan("d", (Slot("a/0:b", "first", 1, (Stream("b", (), ring_buffer_bytes), Run())),))
+    assert f"stream b keep none ring buffer {text}" in str(plan)
     assert parse(str(plan)) == plan
 
 
@@ -203,8 +203,8 @@ def test_every_plan_round_trips(plan: Plan) -> None:
         (4, "load t5 a[1] a[2] from pinned", "each block group once"),
         (
             8,
-            "stream transformer keep all ring 680",
-            "expected 'stream COMPONENT keep BLOCKS ring SIZE",
+            "stream transformer keep all ring buffer 680",
+            "expected 'stream COMPONENT keep BLOCKS ring buffer SIZE",
         ),
         (9, "run all", "expected 'run'"),
         (4, "read", "expected 'read COMPONENT'"),

@@ -59,12 +59,12 @@ def flux_with_bf16_t5(vram_bytes: int = 8 * GIB, ram_bytes: int = 8 * GIB) -> Pr
     """FLUX at 1072x1920, its transformer in nf4 and its T5 in bf16 (8.87 GiB): users saw 30 minutes
     of swapping in 8 + 8 GiB."""
     components = (
-        backing_stores(component("text_encoder", ("remainder", 1, gib(0.23))), 0.6),
+        backing_stores(component("text_encoder", ("unblocked", 1, gib(0.23))), 0.6),
         backing_stores(
             component(
                 "text_encoder_2",
                 ("blocks", 24, gib(8.87 - 0.25) // 24),
-                ("remainder", 1, gib(0.25)),
+                ("unblocked", 1, gib(0.25)),
             ),
             0.28,
             needs="t5-nf4",
@@ -74,7 +74,7 @@ def flux_with_bf16_t5(vram_bytes: int = 8 * GIB, ram_bytes: int = 8 * GIB) -> Pr
             0.28,
             nf4_alone=True,
         ),
-        backing_stores(component("vae", ("remainder", 1, 160 * MIB)), 1.0, nf4_alone=True),
+        backing_stores(component("vae", ("unblocked", 1, 160 * MIB)), 1.0, nf4_alone=True),
     )
     phases = (
         PhaseNumbers("encode", 0, (Use("text_encoder", 1, (1,), (0.003,)),), 0, 10 * MIB, 0),
@@ -139,7 +139,7 @@ def test_with_the_least_ram_a_plan_exists_and_with_a_byte_less_none() -> None:
 def test_the_least_vram_of_variants_is_exact_too() -> None:
     of = flux_with_bf16_t5(ram_bytes=64 * GIB)
     least = smallest_budget(of)
-    # decoding needs the whole VAE, its activation, live_in_bytes and the latents
+    # decoding needs the whole VAE, its activation, input_bytes and the latents
     assert least == 650 * MIB + 160 * MIB + 3100 * MIB + MIB + MIB
     enough = replace(of, budget_bytes=least)
     assert check(enough, solve(enough).plan) == ()
@@ -165,7 +165,7 @@ def test_pinned_and_disk_budgets_bind_to_the_byte() -> None:
 
 
 def test_an_option_that_changes_the_output_is_offered_but_not_chosen() -> None:
-    vae = component("vae", ("remainder", 1, MIB))
+    vae = component("vae", ("unblocked", 1, MIB))
     plain = PhaseNumbers("decode", 0, (Use("vae", 1, (1,), (1.0,)),), 0, 10 * MIB, 0)
     tiled = StageOption("decode", "tiling", (replace(plain, first_bytes=2 * MIB),), "tiling")
     of = replace(problem(4 * MIB, (vae,), (plain,)), options=(tiled,))
@@ -179,7 +179,7 @@ def test_an_option_that_changes_the_output_is_offered_but_not_chosen() -> None:
 
 
 def test_a_component_without_usable_variants_is_named_as_the_cause() -> None:
-    one = component("one", ("remainder", 1, MIB))
+    one = component("one", ("unblocked", 1, MIB))
     nf4 = replace(one, variants=(replace(one.variants[0], needs="nf4"),))
     error = refused(
         problem(GIB, (nf4,), (PhaseNumbers("s", 0, (Use("one", 1, (1,), (1.0,)),), 0, 0, 0),))

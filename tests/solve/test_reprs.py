@@ -14,7 +14,7 @@ from graphrun.trace import SlotTrace, Trace
 OF = replace(
     problem(
         1 << 20,
-        (component("te", ("remainder", 1, 2048, False)),),
+        (component("te", ("unblocked", 1, 2048, False)),),
         (PhaseNumbers("encode", 0, (Use("te", 1, (1,), (1.0,)),), 0, 512, 0),),
         on=hardware(),
     ),

@@ -32,10 +32,10 @@ def run(of: Problem, text: str) -> Simulation:
 
 STREAMED = """slot denoise/0:dit load
 slot denoise/0:dit first
-  stream dit keep none ring 2 KiB
+  stream dit keep none ring buffer 2 KiB
   run
 slot denoise/0:dit steady x2
-  stream dit keep none ring 2 KiB
+  stream dit keep none ring buffer 2 KiB
   run
 slot end"""
 
@@ -49,8 +49,8 @@ def test_streaming_bound_by_copies() -> None:
 
 
 def test_streaming_bound_by_compute_runs_ahead_across_calls() -> None:
-    # copy     0..1|1..2|    4..5|   7..8 ...  ring space is free once compute with its block is
-    # done compute      1..4 |4..7   |7..10 ...
+    # copy     0..1|1..2|    4..5|   7..8 ...  ring buffer space is free once compute with its block
+    # is done compute      1..4 |4..7   |7..10 ...
     slots = run(example_problem(3, 1.0, 3.0), STREAMED).slots
     assert [slot.seconds for slot in slots] == [0, 13, 25, 0]
 
@@ -89,7 +89,7 @@ def test_prefetch_is_interleaved_with_streamed_blocks_in_proportion() -> None:
     found = run(example_problem(3, 1.0, 3.0), text)
     kinds = "".join(e.component[0] for e in found.events if e.slot == 2 and e.kind != "run")
     assert kinds == "ddvddvdddd", (
-        "the first when the ring is full, the second after half of the streamed bytes"
+        "the first when the ring buffer is full, the second after half of the streamed bytes"
     )
     assert found.slots[2].seconds == 25, "overlapped: compute takes 24 s after the first copy"
 
@@ -142,12 +142,12 @@ def test_a_group_with_fewer_calls_runs_in_the_first_ones() -> None:
             "big.0 of dit is needed, but neither resident, loaded nor streamed",
         ),
         (
-            "slot denoise/0:dit first\n  stream dit keep none ring 1 KiB\n  run\nslot other/0:dit load",
+            "slot denoise/0:dit first\n  stream dit keep none ring buffer 1 KiB\n  run\nslot other/0:dit load",
             "no phase 'other/0:dit'",
         ),
         (
-            "slot denoise/0:dit first\n  stream dit keep none ring 1023 B\n  run",
-            "does not fit a ring of 1023 bytes",
+            "slot denoise/0:dit first\n  stream dit keep none ring buffer 1023 B\n  run",
+            "does not fit a ring buffer of 1023 bytes",
         ),
         ("slot denoise/0:dit load\n  load dot all from pinned", "no component 'dot'"),
     ],
@@ -169,7 +169,10 @@ def test_a_run_takes_at_least_its_copies_and_its_compute(budget: int) -> None:
         assert sum(e.nbytes for e in copies) == slot.streamed_bytes + slot.loaded_bytes
         assert (
             slot.peak_bytes
-            == slot.resident_bytes + slot.ring_bytes + slot.activation_bytes + slot.values_bytes
+            == slot.resident_bytes
+            + slot.ring_buffer_bytes
+            + slot.activation_bytes
+            + slot.values_bytes
         )
     copying = sorted(
         (e.start_seconds, e.end_seconds) for e in found.events if e.kind in ("load", "stream")

@@ -44,8 +44,8 @@ def test_a_cold_run_slot_by_slot() -> None:
     assert [slot.seconds for slot in found.slots[7:]] == [3, 2, 0], "tiling takes 2"
     assert (found.total_seconds, found.again, found.again_seconds) == (found.seconds, (), 0)
     assert found.slots[4].restored_bytes == 512
-    up, remainder, streamed, vae = 2 * K, K, 3 * 2 * K, 3 * K
-    assert found.moved_bytes == up + remainder + 2 * K + 4 * streamed + vae + 512, (
+    up, unblocked, streamed, vae = 2 * K, K, 3 * 2 * K, 3 * K
+    assert found.moved_bytes == up + unblocked + 2 * K + 4 * streamed + vae + 512, (
         "with the restored value"
     )
     assert [moment.end_seconds for moment in found.moments if moment.slot == 2] == [10, 12, 14], (
@@ -116,7 +116,7 @@ def problem_with_disk_store(
 STREAMED = """plan {digest}
 slot denoise/0:dit load
 slot denoise/0:dit first
-  stream dit keep none ring 2 KiB
+  stream dit keep none ring buffer 2 KiB
   run
 slot end"""
 
@@ -146,7 +146,7 @@ def test_a_fetch_waits_for_room_in_the_bounce_buffer() -> None:
     ]
     with pytest.raises(
         PlanError,
-        match="the bounce buffer of dit: a block of 1024 bytes does not fit a ring of 1023 bytes",
+        match="the bounce buffer of dit: a block of 1024 bytes does not fit a ring buffer of 1023 bytes",
     ):
         run(problem_with_disk_store(K - 1, 3.0, 2.0, 1.0), STREAMED)
 
@@ -181,7 +181,7 @@ slot denoise/0:dit load
   load vae all from pinned
   load up all from pinned
 slot denoise/0:dit first
-  stream dit keep none ring 2 KiB
+  stream dit keep none ring buffer 2 KiB
   run
 slot end
   evict up all
@@ -206,7 +206,7 @@ def test_streaming_does_not_wait_for_a_prefetch_whose_read_is_late() -> None:
     of = replace(of, components=(replace(of.components[0], variants=(pinned,)), of.components[1]))
     text = STREAMED.replace(
         "slot end",
-        "slot denoise/0:dit steady x2\n  stream dit keep none ring 2 KiB\n  run\nslot end",
+        "slot denoise/0:dit steady x2\n  stream dit keep none ring buffer 2 KiB\n  run\nslot end",
     )
     beside = text.replace("first\n", "first\n  read vae\n").replace(
         "2 KiB\n  run", "2 KiB\n  load vae all from pinned\n  run", 1

@@ -63,7 +63,7 @@ def excess(of: Problem) -> float:
 
 
 def test_no_plan_simulates_faster_than_its_bound() -> None:
-    """In the first two problems a ring is filled while another block group computes."""
+    """In the first two problems a ring buffer is filled while another block group computes."""
     for of in (random_problem(2043), splittable(43)[0], splittable(71)[0], splittable(73)[0]):
         solution = solve(of)
         assert 0 < solution.bound_seconds <= solution.simulation.total_seconds * (1 + 1e-6)
@@ -94,7 +94,7 @@ def unet(seed: int) -> Problem:
     ]
     encoder, net = (
         component("encoder", ("layers", 12, 40 * MIB)),
-        component("unet", *groups, ("remainder", 1, 30 * MIB, False)),
+        component("unet", *groups, ("unblocked", 1, 30 * MIB, False)),
     )
     calls = rng.choice((10, 30, 50))
     seconds = tuple(rng.uniform(1e-3, 3e-2) for _ in net.groups)
@@ -115,7 +115,7 @@ def unet(seed: int) -> Problem:
     )
 
 
-# of 200 seeds, those in which a ring of two blocks stalled
+# of 200 seeds, those in which a ring buffer of two blocks stalled
 STALLED = (
     40,
     61,

@@ -28,13 +28,13 @@ def affordable(seed: int, spare: int) -> Problem:
 
 
 def blocks(plan: Plan) -> list[object]:
-    """Everything in a plan except the digest and ring sizes."""
+    """Everything in a plan except the digest and ring buffer sizes."""
     return [
         (
             slot.phase,
             slot.part,
             slot.calls,
-            [replace(a, ring_bytes=0) if isinstance(a, Stream) else a for a in slot.actions],
+            [replace(a, ring_buffer_bytes=0) if isinstance(a, Stream) else a for a in slot.actions],
         )
         for slot in plan.slots
     ]
@@ -55,15 +55,15 @@ def test_the_plan_of_flux_at_8_gib() -> None:
     steady = next(slot for slot in plan.slots if slot.part == "steady")
     (stream,) = (action for action in steady.actions if isinstance(action, Stream))
     assert stream.component == "transformer"
-    assert ("remainder", (0,)) in (stream.keep or ())
+    assert ("unblocked", (0,)) in (stream.keep or ())
     assert [action for action in steady.actions if isinstance(action, Load)] == [
         Load("vae", None)
     ], "overlaps 27 calls at no cost"
 
 
-def rings(plan: Plan) -> list[int]:
+def ring_buffers(plan: Plan) -> list[int]:
     return [
-        action.ring_bytes
+        action.ring_buffer_bytes
         for slot in plan.slots
         for action in slot.actions
         if isinstance(action, Stream)
@@ -71,7 +71,7 @@ def rings(plan: Plan) -> list[int]:
 
 
 @pytest.mark.parametrize(("compute", "depth"), [(0.0625, 1), (1.0, 2)])
-def test_a_ring_for_one_block_pays_where_copies_take_much_longer_than_compute(
+def test_a_ring_buffer_for_one_block_pays_where_copies_take_much_longer_than_compute(
     compute: float, depth: int
 ) -> None:
     # four of ten blocks fit: three resident and seven streamed one by one, or two resident and
@@ -82,7 +82,7 @@ def test_a_ring_for_one_block_pays_where_copies_take_much_longer_than_compute(
     )
     solution = solve(of)
     assert check(of, solution.plan) == ()
-    assert rings(solution.plan)[-1] == depth * MIB
+    assert ring_buffers(solution.plan)[-1] == depth * MIB
     steady = simulate(of, solution.plan).slots[-2]
     # resident blocks compute while the next one is copied
     per_call = {1: 7 * (2.0 + compute), 2: max(8 * 2.0, 10 * compute)}[depth]
@@ -90,8 +90,8 @@ def test_a_ring_for_one_block_pays_where_copies_take_much_longer_than_compute(
 
 
 def test_a_component_may_be_used_by_several_phases() -> None:
-    te = component("te", ("layers", 4, MIB), ("remainder", 1, MIB))
-    other = component("other", ("layers", 4, MIB), ("remainder", 1, MIB))
+    te = component("te", ("layers", 4, MIB), ("unblocked", 1, MIB))
+    other = component("other", ("layers", 4, MIB), ("unblocked", 1, MIB))
     phases = tuple(
         PhaseNumbers("encode", i, (Use(name, 1, (1, 1), (1e-4, 1e-4)),), 0, 0, 0)
         for i, name in enumerate(("te", "other", "te", "other"))
@@ -113,7 +113,7 @@ def test_nothing_is_loaded_twice_where_everything_fits() -> None:
 
 
 def test_a_single_component_takes_its_copy_time_plus_its_compute_time() -> None:
-    one = component("one", ("remainder", 1, MIB), seconds_per_byte=2 / MIB)
+    one = component("one", ("unblocked", 1, MIB), seconds_per_byte=2 / MIB)
     of = problem(2**40, (one,), (PhaseNumbers("s", 0, (Use("one", 3, (3,), (5.0,)),), 0, 0, 0),))
     solution = solve(of)
     assert (solution.objective_seconds, simulate(of, solution.plan).seconds) == (17.0, 17.0)
@@ -121,8 +121,12 @@ def test_a_single_component_takes_its_copy_time_plus_its_compute_time() -> None:
 
 
 def test_a_phase_without_components_runs_once() -> None:
-    glue = problem(MIB, (), (PhaseNumbers("glue", 0, (), 0, 10, 0),))
-    assert str(solve(glue).plan).splitlines()[1:] == ["slot glue/0: first", "  run", "slot end"]
+    pipeline_code = problem(MIB, (), (PhaseNumbers("pipeline_code", 0, (), 0, 10, 0),))
+    assert str(solve(pipeline_code).plan).splitlines()[1:] == [
+        "slot glue/0: first",
+        "  run",
+        "slot end",
+    ]
 
 
 @QUICK
@@ -197,7 +201,7 @@ def test_bytes_and_budget_scale_together(seed: int, spare: int, by: int) -> None
         phases=tuple(
             replace(
                 p,
-                live_in_bytes=by * p.live_in_bytes,
+                input_bytes=by * p.input_bytes,
                 first_bytes=by * p.first_bytes,
                 steady_bytes=by * p.steady_bytes,
             )

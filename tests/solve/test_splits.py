@@ -11,19 +11,19 @@ from itertools import pairwise, product
 import pytest
 from agreement import checked_optimum
 from campaign import sampled
-from planner_oracle import Oracle, crossing_of
+from planner_oracle import Oracle, transfer_of
 from planner_problems import component, hardware, problem
-from planner_random import with_helpers
+from planner_random import with_secondaries
 
 from graphrun.errors import PlanError
 from graphrun.model.choices import apply_choices
 from graphrun.model.problem import (
     BlockGroup,
     ComponentNumbers,
-    Helper,
     LiveTensor,
     PhaseNumbers,
     Problem,
+    Secondary,
     Use,
     Variant,
 )
@@ -41,17 +41,17 @@ BLOCKS = [range(start, start + 10) for start in range(0, SEEDS, 10)]
 
 
 def splittable(seed: int) -> tuple[Problem, ComponentNumbers]:
-    """A random problem with helpers, and its largest component, which may be split over them: each
-    has room for a part of it."""
-    of, rng = with_helpers(seed), random.Random(seed)
+    """A random problem with secondary devices, and its largest component, which may be split over
+    them: each has room for a part of it."""
+    of, rng = with_secondaries(seed), random.Random(seed)
     largest = max(of.components, key=lambda each: each.weight_bytes())
     plain = next((each for each in largest.variants if each.device == "device"), None)
     if plain is not None:
         slow = float(rng.choice((1, 4, 8)))
         loads = tuple(slow * seconds + slow // 4 for seconds in plain.load_seconds)
         most = max(max(phase.first_bytes, phase.steady_bytes) for phase in of.phases)
-        there, helpers = list[Variant](), list[Helper]()
-        for number, helper in enumerate(of.helpers, 1):
+        there, secondaries = list[Variant](), list[Secondary]()
+        for number, secondary in enumerate(of.secondaries, 1):
             twin = replace(
                 plain,
                 device=f"device{number}",
@@ -61,16 +61,16 @@ def splittable(seed: int) -> tuple[Problem, ComponentNumbers]:
             there.append(
                 replace(twin, load_seconds=tuple(float(rng.randint(0, 2)) for _ in largest.groups))
             )
-            share = rng.choice((2, 3, 4) if len(of.helpers) == 1 else (1, 1, 2))
+            share = rng.choice((2, 3, 4) if len(of.secondaries) == 1 else (1, 1, 2))
             room = largest.weight_bytes() * share // 4 + most + rng.choice((0, 512, 1500))
-            helpers.append(replace(helper, budget_bytes=room))
+            secondaries.append(replace(secondary, budget_bytes=room))
         names = {each.name for each in there}
         others = [
             replace(each, load_seconds=loads) for each in largest.variants if each.name not in names
         ]
         largest = replace(largest, variants=(*others, *there))
         components = tuple(largest if each.name == largest.name else each for each in of.components)
-        of = replace(of, components=components, helpers=tuple(helpers))
+        of = replace(of, components=components, secondaries=tuple(secondaries))
     live = live_tensors(sum(len(group.blocks) for group in largest.groups), rng)
 
     def hopping(phase: PhaseNumbers) -> PhaseNumbers:
@@ -122,7 +122,7 @@ def live_tensors(count: int, rng: random.Random) -> tuple[LiveTensor, ...]:
 
 def every_cut(of: Problem, whole: ComponentNumbers) -> Iterator[Problem]:
     """``of`` itself, and with every way to put one interval of the blocks of ``whole`` on each of
-    some helpers."""
+    some secondary devices."""
     yield of
     blocks = [k for k, group in enumerate(whole.groups) for _ in group.blocks]
     intervals = [range(0), *(range(a, b) for b in range(len(blocks) + 1) for a in range(b))]
@@ -130,7 +130,7 @@ def every_cut(of: Problem, whole: ComponentNumbers) -> Iterator[Problem]:
         (use for phase in of.phases for use in phase.uses if use.component == whole.name), None
     )
     seen = set[str]()
-    for chosen in product(intervals, repeat=len(of.helpers)):
+    for chosen in product(intervals, repeat=len(of.secondaries)):
         if any(
             a.stop > b.start
             for a, b in pairwise(sorted(filter(None, chosen), key=lambda of: of.start))
@@ -140,13 +140,15 @@ def every_cut(of: Problem, whole: ComponentNumbers) -> Iterator[Problem]:
             tuple(sum(blocks[n] == k for n in own) for k in range(len(whole.groups)))
             for own in chosen
         )
-        crossing = [
-            crossing_of(use, {n + 1 for n in own}) if use and own else None for own in chosen
+        transfer = [
+            transfer_of(use, {n + 1 for n in own}) if use and own else None for own in chosen
         ]
-        if any(chosen) and (case := str((moved, crossing))) not in seen:
+        if any(chosen) and (case := str((moved, transfer))) not in seen:
             seen.add(case)
-            helper_of = {n: at for at, own in enumerate(chosen, 1) for n in own}
-            cut = _cut(of, whole, moved, [(k, helper_of.get(n, 0)) for n, k in enumerate(blocks)])
+            secondary_of = {n: at for at, own in enumerate(chosen, 1) for n in own}
+            cut = _cut(
+                of, whole, moved, [(k, secondary_of.get(n, 0)) for n, k in enumerate(blocks)]
+            )
             if cut.component(whole.name).variants:
                 yield cut
 
@@ -157,8 +159,8 @@ def _cut(
     moved: tuple[tuple[int, ...], ...],
     order: list[tuple[int, int]],
 ) -> Problem:
-    """``moved[n][k]``: how many blocks of group k are on helper n + 1. ``order``: of each block in
-    call order, group and helper."""
+    """``moved[n][k]``: how many blocks of group k are on secondary device n + 1. ``order``: of each
+    block in call order, group and secondary device."""
     stay = [
         (k, n, 0)
         for k, g in enumerate(whole.groups)
@@ -166,24 +168,35 @@ def _cut(
     ]
     cells = [
         *stay,
-        *((k, n, helper) for helper, own in enumerate(moved, 1) for k, n in enumerate(own) if n),
+        *(
+            (k, n, secondary)
+            for secondary, own in enumerate(moved, 1)
+            for k, n in enumerate(own)
+            if n
+        ),
     ]
-    helpers = sorted({helper for _, _, helper in cells if helper})
+    secondaries = sorted({secondary for _, _, secondary in cells if secondary})
     groups, variants, slowdown = [], [], {0: 1.0}
     for number, (k, n, at) in enumerate(cells):
         paths = tuple(f"{number}.{i}" for i in range(n))
         groups.append(BlockGroup(f"g{number}", paths, whole.groups[k].streamable and not at, at))
     for here in whole.variants:
-        named = [f"{here.precision} {here.backing_store} device{helper}" for helper in helpers]
+        named = [
+            f"{here.precision} {here.backing_store} device{secondary}" for secondary in secondaries
+        ]
         there = {
-            helper: each
-            for helper, name in zip(helpers, named, strict=True)
+            secondary: each
+            for secondary, name in zip(secondaries, named, strict=True)
             for each in whole.variants
             if each.name == name
         }
-        if here.device == "device" and here.backing_store != "disk" and len(there) == len(helpers):
+        if (
+            here.device == "device"
+            and here.backing_store != "disk"
+            and len(there) == len(secondaries)
+        ):
             slowdown = {
-                helper: each.slowdown / here.slowdown for helper, each in there.items()
+                secondary: each.slowdown / here.slowdown for secondary, each in there.items()
             } | slowdown
             numbers = {}
             for field in (
@@ -239,18 +252,20 @@ def test_solver_agrees_with_brute_force(seeds: range) -> None:
         if answer is None or best is None:
             continue
         plan, run = checked_optimum(of, answer, found[answer.number], best, seed)
-        for number, helper in enumerate(of.helpers):
+        for number, secondary in enumerate(of.secondaries):
             assert (
-                max(slot.helper_peaks[number] for slot in (*run.slots, *run.again))
-                <= helper.effective_bytes
+                max(slot.secondary_peaks[number] for slot in (*run.slots, *run.again))
+                <= secondary.effective_bytes
             ), seed
         split += bool(plan.splits)
         several += len(plan.splits) > 1
     assert split or seeds != BLOCKS[11], "no problem of these splits a component"
-    assert several or seeds != BLOCKS[11], "no problem of these splits a component over two helpers"
+    assert several or seeds != BLOCKS[11], (
+        "no problem of these splits a component over two secondary devices"
+    )
 
 
-def transformer(budget_bytes: int = 7168, helper_bytes: int = 8000) -> Problem:
+def transformer(budget_bytes: int = 7168, secondary_bytes: int = 8000) -> Problem:
     """9 calls of 4 + 4 + 3 blocks, of which neither device holds all."""
     of = component(
         "dit",
@@ -266,12 +281,12 @@ def transformer(budget_bytes: int = 7168, helper_bytes: int = 8000) -> Problem:
         *(LiveTensor(512, n, (n + 1 if n < 11 else 0,)) for n in range(12)),
         LiveTensor(512, 0, (9, 10, 11)),
     )
-    use = Use("dit", 9, (9,) * 4, (0.25, 1.0, 0.5, 2.0), crossing=(512, 512), live_tensors=live)
+    use = Use("dit", 9, (9,) * 4, (0.25, 1.0, 0.5, 2.0), transfer=(512, 512), live_tensors=live)
     phases = (PhaseNumbers("s", 0, (use,), 0, 512, 512),)
     of = replace(of, variants=(of.variants[0], there))
     return replace(
         problem(budget_bytes, (of,), phases, on=hardware()),
-        helpers=(Helper(hardware(), helper_bytes),),
+        secondaries=(Secondary(hardware(), secondary_bytes),),
         runs=10,
     )
 
@@ -279,30 +294,30 @@ def transformer(budget_bytes: int = 7168, helper_bytes: int = 8000) -> Problem:
 def test_what_one_device_cannot_hold_is_split_and_nothing_is_streamed() -> None:
     of = transformer()
     solution = solve(of)
-    ((name, helper, blocks),) = solution.plan.splits
-    assert (name, helper) == ("dit", 1)
+    ((name, secondary, blocks),) = solution.plan.splits
+    assert (name, secondary) == ("dit", 1)
     assert blocks
     assert solution.simulation.again_moved_bytes == 0
-    alone = solve(replace(of, helpers=(replace(of.helpers[0], budget_bytes=0),)))
+    alone = solve(replace(of, secondaries=(replace(of.secondaries[0], budget_bytes=0),)))
     assert not alone.plan.splits
     assert solution.simulation.total_seconds < alone.simulation.total_seconds
 
 
 def test_near_a_split_plan_none_is_sought() -> None:
-    of = replace(transformer(helper_bytes=6000), runs=1)
+    of = replace(transformer(secondary_bytes=6000), runs=1)
     found = find(of)
     assert found is not None
     assert found.solution.plan.splits
     assert find_near(of, found) is None
 
 
-def test_over_two_helpers_intervals_do_not_cross() -> None:
-    of = transformer(budget_bytes=5120, helper_bytes=5000)
+def test_over_two_secondaries_intervals_do_not_cross() -> None:
+    of = transformer(budget_bytes=5120, secondary_bytes=5000)
     there = replace(of.components[0].variants[1], device="device2", slowdown=1.5)
     dit = replace(of.components[0], variants=(*of.components[0].variants, there))
-    of = replace(of, components=(dit,), helpers=(*of.helpers, Helper(hardware(), 4000)))
+    of = replace(of, components=(dit,), secondaries=(*of.secondaries, Secondary(hardware(), 4000)))
     plan = solve(of).plan
-    assert [helper for _, helper, _ in plan.splits] == [1, 2]
+    assert [secondary for _, secondary, _ in plan.splits] == [1, 2]
     assert not check(of, plan)
     k = ("k", (2, 3))
     wrong = replace(plan, splits=(("dit", 1, (k, ("l", (0, 1)))), ("dit", 2, (("l", (1,)),))))
@@ -325,7 +340,7 @@ def test_over_two_helpers_intervals_do_not_cross() -> None:
 def test_the_interval_of_a_plan_is_checked() -> None:
     of = transformer()
     plan = solve(of).plan
-    ((name, helper, blocks),) = plan.splits
+    ((name, secondary, blocks),) = plan.splits
     odd = (
         (("dit", 2, blocks), "cannot be split over device2"),
         (("vae", 1, blocks), "cannot be split"),
@@ -340,8 +355,8 @@ def test_the_interval_of_a_plan_is_checked() -> None:
         assert [violation.rule for violation in check(of, wrong)] == ["split"]
         with pytest.raises(PlanError, match=message):
             apply_choices(of, wrong)
-    less = replace(of, helpers=(replace(of.helpers[0], budget_bytes=2048),))
-    assert "helper" in {
+    less = replace(of, secondaries=(replace(of.secondaries[0], budget_bytes=2048),))
+    assert "secondary" in {
         violation.rule for violation in check(less, replace(plan, problem=less.digest))
     }
 

@@ -26,8 +26,8 @@ K = 1024
 def two_phases(budget_bytes: int) -> Problem:
     """A text encoder that must be whole, then a transformer of six blocks in four calls."""
     te, dit = (
-        component("te", ("remainder", 1, 2 * K, False)),
-        component("dit", ("block", 6, K), ("remainder", 1, K, False)),
+        component("te", ("unblocked", 1, 2 * K, False)),
+        component("dit", ("block", 6, K), ("unblocked", 1, K, False)),
     )
     phases = (
         PhaseNumbers("encode", 0, (Use("te", 1, (1,), (1.0,)),), 0, 512, 0),

@@ -27,7 +27,7 @@ TESTS = [
     "test_backing_stores.py",
     "test_streaming.py",
     "test_host_memory.py",
-    "test_helpers_run.py::test_a_load_for_the_helper_overlaps_one_for_the_device",
+    "test_secondaries_run.py::test_a_load_for_the_secondary_overlaps_one_for_the_device",
 ]
 
 

@@ -1,4 +1,4 @@
-"""What is measured on cards, run on the simulated accelerator with graphs in small: nothing fails,
+"""What is measured on cards, run on the simulated accelerator with graphs tiny: nothing fails,
 and every promise is kept."""
 
 from __future__ import annotations

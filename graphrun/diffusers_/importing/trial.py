@@ -72,7 +72,7 @@ class TrialPipeline:
 
     @property
     def pipeline(self) -> Any:
-        """The pipeline, assembled anew for each run because schedulers keep state."""
+        """The pipeline, assembled again for each run because schedulers keep state."""
         return assemble(self.graph, self.meta_modules, self.parts, PLANNED)
 
     def run_whole(self, arguments: Mapping[str, Any], seed: int = 0) -> tuple[EntryRecord, ...]:

@@ -89,7 +89,7 @@ class Device(ABC):
 
     name: str  # in a trace
     torch_device: torch.device  # on which ops compute
-    helpers: tuple[
+    secondaries: tuple[
         Device, ...
     ] = ()  # further devices of the machine, on which components may compute as a whole
 
@@ -97,17 +97,17 @@ class Device(ABC):
         # counters of the live host memory that `arena` allocated, and of its page-locked part
         self.arenas = Arenas()
 
-    def with_helpers(self, helpers: Sequence[Device]) -> Device:
-        """This device, with ``helpers``, whose host memory counts as its own."""
-        self.helpers = tuple(helpers)
-        for helper in helpers:
-            helper.arenas = self.arenas
+    def with_secondaries(self, secondaries: Sequence[Device]) -> Device:
+        """This device, with ``secondaries``, whose host memory counts as its own."""
+        self.secondaries = tuple(secondaries)
+        for secondary in secondaries:
+            secondary.arenas = self.arenas
         return self
 
     @property
     def every(self) -> tuple[Device, ...]:
-        """This device and its helpers, by number."""
-        return self, *self.helpers
+        """This device and its secondary devices, by number."""
+        return self, *self.secondaries
 
     def current(self) -> AbstractContextManager[Any]:
         """Context in which kernels are launched on this device."""
@@ -246,6 +246,6 @@ class Device(ABC):
             **{name: self.arenas.nbytes(name) for name in ("arenas", "pinned")},
         }
         return found | {
-            f"device{number}": helper.allocated_bytes
-            for number, helper in enumerate(self.helpers, 1)
+            f"device{number}": secondary.allocated_bytes
+            for number, secondary in enumerate(self.secondaries, 1)
         }

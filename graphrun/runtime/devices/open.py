@@ -16,15 +16,16 @@ def open_device(problem: Problem, *, check_ordering: bool = False) -> Device:
     Raises InputError if there is none.
     """
     return open_devices(
-        [problem.hardware, *(of.hardware for of in problem.helpers)], check_ordering=check_ordering
+        [problem.hardware, *(of.hardware for of in problem.secondaries)],
+        check_ordering=check_ordering,
     )
 
 
 def open_devices(cards: Sequence[Hardware], *, check_ordering: bool = False) -> Device:
-    """The first of ``cards``, with the others as its helpers. Raises InputError where one is
-    missing."""
+    """The first of ``cards``, with the others as its secondary devices. Raises InputError where one
+    is missing."""
     device = open_hardware(cards[0], check_ordering=check_ordering)
-    return device.with_helpers(
+    return device.with_secondaries(
         [open_hardware(of, number, device) for number, of in enumerate(cards[1:], 1)]
     )
 
@@ -39,7 +40,7 @@ def open_hardware(
     """The device that ``hardware`` describes, ``number`` of those of its kind. Raises InputError if
     there is none.
 
-    ``beside``: the first device, where this is a helper of it."""
+    ``beside``: the first device, where this is a secondary device of it."""
     if hardware.device == "sim":
         from graphrun.runtime.devices.simulated import SimulatedDevice
         from graphrun.sim import Machine

@@ -1,5 +1,5 @@
-"""Components on helpers: they compute there, caps hold on every device, time is as planned, and
-nothing is left anywhere."""
+"""Components on secondary devices: they compute there, caps hold on every device, time is as
+planned, and nothing is left anywhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from small_component import (
 )
 
 from graphrun.errors import OutOfMemory, TransferFailed
-from graphrun.model.problem import Helper, Problem
+from graphrun.model.problem import Problem, Secondary
 from graphrun.runtime.executor import Session
 from graphrun.runtime.host import Host
 from graphrun.verify.check import check
@@ -75,21 +75,25 @@ SESSION = f"""
 """
 
 
-def case(runs: int = 1, helper_bytes: int = 1 << 30) -> Problem:
-    """``b`` on a helper that computes and copies half as fast as the device."""
+def case(runs: int = 1, secondary_bytes: int = 1 << 30) -> Problem:
+    """``b`` on a secondary device that computes and copies half as fast as the device."""
     uses = [use("a", 1, ON), use("b", 2, ON), use("a", 1, ON)]
     of = problem(
         {"a": Small(), "b": Small()},
-        [[replace(each, crossing=(PASSED, PASSED))] for each in uses],
+        [[replace(each, transfer=(PASSED, PASSED))] for each in uses],
         ON,
     )
     a, b = of.components
     there = replace(b.variants[0], device="device1", streamable=False, slowdown=2.0)
     there = replace(there, load_seconds=tuple(2 * seconds for seconds in there.load_seconds))
-    phases = tuple(replace(phase, glue_bytes=ACTIVATION_BYTES // 2) for phase in of.phases)
-    helpers = (Helper(HELPER, helper_bytes),)
+    phases = tuple(replace(phase, pipeline_code_bytes=ACTIVATION_BYTES // 2) for phase in of.phases)
+    secondaries = (Secondary(HELPER, secondary_bytes),)
     return replace(
-        of, components=(a, replace(b, variants=(there,))), phases=phases, helpers=helpers, runs=runs
+        of,
+        components=(a, replace(b, variants=(there,))),
+        phases=phases,
+        secondaries=secondaries,
+        runs=runs,
     )
 
 
@@ -97,10 +101,10 @@ def modules() -> dict[str, Small]:
     return {"a": Small(), "b": Small(1)}
 
 
-def test_it_computes_on_the_helper_with_the_same_bits_in_the_planned_time() -> None:
+def test_it_computes_on_the_secondary_with_the_same_bits_in_the_planned_time() -> None:
     of = case()
     plan, device, own = plan_of(of, TEXT), device_of(of), modules()
-    (helper,) = device.helpers
+    (secondary,) = device.secondaries
     assert check(of, plan) == ()
     seen: list[tuple[str, str]] = []
     own["b"].inside = lambda x: seen.append((str(x.device), str(own["b"].device)))
@@ -110,19 +114,19 @@ def test_it_computes_on_the_helper_with_the_same_bits_in_the_planned_time() -> N
     assert seen == [("sim:1", "sim:1")] * 2
     assert trace.seconds == pytest.approx(planned.seconds, rel=0.01)
     assert trace.moved_bytes == planned.moved_bytes
-    assert helper.machine.bytes_across == device.machine.bytes_across == 2 * PASSED
+    assert secondary.machine.bytes_across == device.machine.bytes_across == 2 * PASSED
     for slot, measured in zip(planned.slots, trace.slots, strict=True):
-        assert measured.helper_peaks[0] <= slot.helper_peaks[0]
+        assert measured.secondary_peaks[0] <= slot.secondary_peaks[0]
         assert measured.peak_bytes <= slot.peak_bytes
     weights = of.component("b").weight_bytes()
-    assert planned.slots[0].helper_peaks == (0,)
-    assert planned.slots[1].helper_peaks == planned.slots[2].helper_peaks == (weights,)
-    assert planned.slots[3].helper_peaks == (weights + ACTIVATION_BYTES + PASSED,)
-    assert device.allocated_bytes == helper.allocated_bytes == 0
+    assert planned.slots[0].secondary_peaks == (0,)
+    assert planned.slots[1].secondary_peaks == planned.slots[2].secondary_peaks == (weights,)
+    assert planned.slots[3].secondary_peaks == (weights + ACTIVATION_BYTES + PASSED,)
+    assert device.allocated_bytes == secondary.allocated_bytes == 0
     assert all(map(untouched, own.values()))
 
 
-def test_a_load_for_the_helper_overlaps_one_for_the_device() -> None:
+def test_a_load_for_the_secondary_overlaps_one_for_the_device() -> None:
     of = case()
     loads = "      load a all from pinned\n      load b all from pinned\n"
     text = TEXT.replace("      load b all from pinned\n", "").replace(
@@ -136,33 +140,34 @@ def test_a_load_for_the_helper_overlaps_one_for_the_device() -> None:
     assert simulate(of, plan_of(of, text)).slots[0].seconds == pytest.approx(alone, rel=0.01)
 
 
-def test_in_a_session_it_stays_on_the_helper() -> None:
+def test_in_a_session_it_stays_on_the_secondary() -> None:
     of = case(runs=2)
     plan, device = plan_of(of, SESSION), device_of(of)
-    (helper,) = device.helpers
+    (secondary,) = device.secondaries
     host = Host(modules(), of, device)
     with Session(solution_of(of, plan), host, device) as session:
         for moved in (True, False):
             trace = session.run(lambda: calls_to(host.modules, CALLS, device.torch_device))
             assert torch.equal(trace.outputs["x"], plain(modules(), CALLS))
             assert bool(trace.moved_bytes) == moved
-            assert helper.allocated_bytes == of.component("b").weight_bytes()
-    assert device.allocated_bytes == helper.allocated_bytes == 0
+            assert secondary.allocated_bytes == of.component("b").weight_bytes()
+    assert device.allocated_bytes == secondary.allocated_bytes == 0
 
 
-def test_the_cap_of_the_helper_holds() -> None:
-    of = case(helper_bytes=case().component("b").weight_bytes() + ACTIVATION_BYTES + PASSED)
+def test_the_cap_of_the_secondary_holds() -> None:
+    of = case(secondary_bytes=case().component("b").weight_bytes() + ACTIVATION_BYTES + PASSED)
     assert check(of, plan_of(of, TEXT)) == ()
     less = replace(
-        of, helpers=(replace(of.helpers[0], budget_bytes=of.helpers[0].budget_bytes - 1),)
+        of,
+        secondaries=(replace(of.secondaries[0], budget_bytes=of.secondaries[0].budget_bytes - 1),),
     )
-    assert [violation.rule for violation in check(less, plan_of(less, TEXT))] == ["helper"] * 2
+    assert [violation.rule for violation in check(less, plan_of(less, TEXT))] == ["secondary"] * 2
     device, own = device_of(of), modules()
     own["b"].inside = lambda x: x.new_empty(1 << 20)  # more than was traced
     with pytest.raises(OutOfMemory, match="s1/0:b first: .* sim:1 has a capacity of") as caught:
         run(of, plan_of(of, TEXT), Host(own, of, device), device, CALLS)
-    assert (caught.value.helper, caught.value.phase, caught.value.part) == (1, "s1/0:b", "first")
-    assert device.allocated_bytes == device.helpers[0].allocated_bytes == 0
+    assert (caught.value.secondary, caught.value.phase, caught.value.part) == (1, "s1/0:b", "first")
+    assert device.allocated_bytes == device.secondaries[0].allocated_bytes == 0
     assert all(map(untouched, own.values()))
 
 
@@ -187,7 +192,7 @@ def test_after_an_error_at_any_allocation_or_copy_nothing_is_left(
         setattr(machine, fault, at)
         with pytest.raises((OutOfMemory, TransferFailed)) as caught:
             run(of, plan_of(of, TEXT), host, device, CALLS)
-        assert getattr(caught.value, "helper", number) == number
+        assert getattr(caught.value, "secondary", number) == number
         assert [each.allocated_bytes for each in device.every] == [0, 0]
         assert all(map(untouched, own.values()))
     assert torch.equal(run(of, plan_of(of, TEXT), host, device, CALLS).outputs["x"], expected)

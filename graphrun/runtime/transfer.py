@@ -1,12 +1,12 @@
-"""Copies tensors between devices around calls, and blocks, that compute on a helper.
+"""Copies tensors between devices around calls, and blocks, that compute on a secondary device.
 
     split component    | block | block | block | code  | block | block | device
-    |#######|       |       |#######|       |#######| helper                     > |#####|#####| >
-    > |###| >        constants cross once, at the first block that gets them
+    |#######|       |       |#######|       |#######| secondary device                     >
+    |#####|#####| > > |###| >        constants cross once, at the first block that gets them
 
-What a block on the helper gets is copied there unless it was copied in this call before. Of what it
-returns, what only further blocks there get stays (`Crossing.stay`), and all else is copied back.
-PyTorch orders the streams of both devices around each copy.
+What a block on the secondary device gets is copied there unless it was copied in this call before.
+Of what it returns, what only further blocks there get stays (`Transfer.stay`), and all else is
+copied back. PyTorch orders the streams of both devices around each copy.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from graphrun.runtime.devices.device import Device
 from graphrun.runtime.residency import Residency
 
 Copies = dict[int, tuple["weakref.ref[torch.Tensor]", torch.Tensor]]
-"""By id, tensors on the device, and the same on the helper."""
+"""By id, tensors on the device, and the same on the secondary device."""
 
 Stays = Mapping[str, frozenset[int]]
-"""By path of a block on a helper, numbers of the tensors that stay there, of those that it
-makes."""
+"""By path of a block on a secondary device, numbers of the tensors that stay there, of those that
+it makes."""
 
 
 def moved(
@@ -57,37 +57,37 @@ def call_split(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """What ``proceed`` returns, a call of the component of ``residency``; some of its blocks may be
-    on helpers of ``device``."""
+    on secondary devices of ``device``."""
     with contextlib.ExitStack() as stack:
-        for helper, paths in residency.splits:
+        for secondary, paths in residency.splits:
             _cross_at(
                 stack,
                 device,
-                helper,
+                secondary,
                 {path: residency.module.get_submodule(path) for path in paths},
                 stays,
             )
         result = proceed(*args, **kwargs)
-        for helper, _ in residency.splits:  # of a call that leaves out the last block there
-            result = moved(result, helper.torch_device, device.torch_device)
+        for secondary, _ in residency.splits:  # of a call that leaves out the last block there
+            result = moved(result, secondary.torch_device, device.torch_device)
         return result
 
 
 def _cross_at(
     stack: contextlib.ExitStack,
     device: Device,
-    helper: Device,
+    secondary: Device,
     blocks: Mapping[str, nn.Module],
     stays: Stays,
 ) -> None:
-    """Hooks, until ``stack`` is closed, with which ``blocks`` compute on ``helper``."""
-    here, there, copies = device.torch_device, helper.torch_device, Copies()
+    """Hooks, until ``stack`` is closed, with which ``blocks`` compute on ``secondary``."""
+    here, there, copies = device.torch_device, secondary.torch_device, Copies()
     current = stack.enter_context(contextlib.ExitStack())
 
     def before(_: Any, args: Any, kwargs: Any) -> Any:
         for known in [known for known, (original, _) in copies.items() if original() is None]:
             del copies[known]
-        current.enter_context(helper.current())
+        current.enter_context(secondary.current())
         return moved((args, kwargs), here, there, copies)
 
     def after(path: str, result: Any) -> Any:

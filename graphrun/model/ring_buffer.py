@@ -7,7 +7,7 @@ order and get the same offsets.
     capacity  |  block 3  |    block 1    |  block 2 |free|           |  block 3  |free|    block 1
     | block 2 |
               ^ placed after block 2, over block 0                    block 3 is longer: block 2
-              goes to the ring's end
+              goes to the ring buffer's end
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class RingSlot(NamedTuple):
-    """Where a block goes: bytes ``offset .. offset + nbytes`` of the ring.
+    """Where a block goes: bytes ``offset .. offset + nbytes`` of the ring buffer.
 
     ``released``: numbers (from 0, ascending) of the earlier placements whose bytes are reused, and
     of all placements before them. Their compute must be done before the new block is written; where
@@ -30,11 +30,12 @@ class RingSlot(NamedTuple):
     released: tuple[int, ...]
 
 
-class Ring:
-    """A first-in first-out ring of ``capacity_bytes``. Every block is contiguous. The i-th call of
-    `place` is placement number i.
+class RingBuffer:
+    """A first-in first-out ring buffer of ``capacity_bytes``. Every block is contiguous. The i-th
+    call of `place` is placement number i.
 
-    If the sizes of all blocks and of the ring are multiples of an alignment, so are the offsets.
+    If the sizes of all blocks and of the ring buffer are multiples of an alignment, so are the
+    offsets.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -50,13 +51,13 @@ class Ring:
         does not fit there.
 
         ``following_bytes``: size of the block after it, 0 if unknown. If that block will have to go
-        to offset 0 and would overlap this one there, this one goes to the end of the ring; so two
-        consecutive blocks never overlap in a ring with room for both. Raises ValueError if the
-        block is larger than the ring.
+        to offset 0 and would overlap this one there, this one goes to the end of the ring buffer;
+        so two consecutive blocks never overlap in a ring buffer with room for both. Raises
+        ValueError if the block is larger than the ring buffer.
         """
         if nbytes > self.capacity_bytes:
             raise ValueError(
-                f"a block of {nbytes} bytes does not fit a ring of {self.capacity_bytes} bytes"
+                f"a block of {nbytes} bytes does not fit a ring buffer of {self.capacity_bytes} bytes"
             )
         start = self._head if self._head + nbytes <= self.capacity_bytes else 0
         if start < following_bytes and start + nbytes + following_bytes > self.capacity_bytes:

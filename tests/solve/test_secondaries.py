@@ -1,5 +1,5 @@
-"""Components on helpers: the solver against brute force, the rules of `check`, and what a helper's
-budget decides."""
+"""Components on secondary devices: the solver against brute force, the rules of `check`, and what a
+secondary device's budget decides."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from agreement import checked_optimum
 from campaign import sampled
 from planner_oracle import Oracle
 from planner_problems import component, hardware, problem
-from planner_random import with_helpers
+from planner_random import with_secondaries
 
 from graphrun.diffusers_.device_map import plan_for
 from graphrun.errors import InputError
-from graphrun.model.problem import Helper, PhaseNumbers, Problem, Use
+from graphrun.model.problem import PhaseNumbers, Problem, Secondary, Use
 from graphrun.profile import hardware as devices
 from graphrun.profile.problems import Limits, problem_of
 from graphrun.solve.milp import Formulation
@@ -29,8 +29,8 @@ SEEDS = 500
 BLOCKS = [range(start, start + 10) for start in range(0, SEEDS, 10)]
 
 
-def on_helpers(of: Problem, variants: tuple[tuple[str, str], ...]) -> list[str]:
-    """Components that ``variants`` of a plan place on helpers."""
+def on_secondaries(of: Problem, variants: tuple[tuple[str, str], ...]) -> list[str]:
+    """Components that ``variants`` of a plan place on secondary devices."""
     only = [
         (component.name, component.variants[0].name)
         for component in of.components
@@ -46,7 +46,7 @@ def on_helpers(of: Problem, variants: tuple[tuple[str, str], ...]) -> list[str]:
 def test_solver_agrees_with_brute_force(seeds: range) -> None:
     placed = 0
     for seed in seeds:
-        of = with_helpers(seed)
+        of = with_secondaries(seed)
         best = Oracle(of).best(of.effective_bytes)
         found, _ = stage_choices(of, dominated=True)
         answer = choose([Formulation(reordered.program) for reordered in found])
@@ -54,15 +54,17 @@ def test_solver_agrees_with_brute_force(seeds: range) -> None:
         if answer is None or best is None:
             continue
         plan, run = checked_optimum(of, answer, found[answer.number], best, seed)
-        for number, helper in enumerate(of.helpers):
-            peaks = [slot.helper_peaks[number] for slot in (*run.slots, *run.again)]
+        for number, secondary in enumerate(of.secondaries):
+            peaks = [slot.secondary_peaks[number] for slot in (*run.slots, *run.again)]
             assert (
                 max(peaks)
-                == max(answer.program.helper_bytes(answer.choice, number + 1), default=0)
-                <= helper.effective_bytes
+                == max(answer.program.secondary_bytes(answer.choice, number + 1), default=0)
+                <= secondary.effective_bytes
             ), seed
-        placed += bool(on_helpers(of, plan.variants))
-    assert placed or seeds != BLOCKS[0], "no problem of these places a component on a helper"
+        placed += bool(on_secondaries(of, plan.variants))
+    assert placed or seeds != BLOCKS[0], (
+        "no problem of these places a component on a secondary device"
+    )
 
 
 def two_cards(budget_bytes: int = 8000) -> Problem:
@@ -74,45 +76,45 @@ def two_cards(budget_bytes: int = 8000) -> Problem:
         there = replace(made.variants[0], device="device1", streamable=False, slowdown=1.01)
         components.append(replace(made, variants=(made.variants[0], there)))
     phases = tuple(
-        PhaseNumbers(f"s{name}", 0, (Use(name, n, (n,), (1.0,), crossing=(512, 512)),), 0, 512, 512)
+        PhaseNumbers(f"s{name}", 0, (Use(name, n, (n,), (1.0,), transfer=(512, 512)),), 0, 512, 512)
         for name, n in used
     )
     of = problem(budget_bytes, tuple(components), phases, on=hardware())
-    return replace(of, helpers=(Helper(hardware(), 8000),))
+    return replace(of, secondaries=(Secondary(hardware(), 8000),))
 
 
 def test_where_the_first_device_is_short_the_encoder_is_on_the_second() -> None:
     short = replace(two_cards(5000), runs=100)
     solution = solve(short)
-    assert on_helpers(short, solution.plan.variants) == ["te"]
+    assert on_secondaries(short, solution.plan.variants) == ["te"]
     assert "variant te bfloat16 pinned device1" in str(solution.plan)
     assert solution.simulation.again_moved_bytes == 0
     assert (
         solution.simulation.total_seconds
-        < solve(replace(short, helpers=(Helper(hardware(), 0),))).simulation.total_seconds
+        < solve(replace(short, secondaries=(Secondary(hardware(), 0),))).simulation.total_seconds
     )
 
 
-@pytest.mark.sweep("helpers")
+@pytest.mark.sweep("secondaries")
 @pytest.mark.parametrize(
     ("name", "first", "second"),
     [("flux-dev", ("rtx4090", 24), ("rtx3060", 12)), ("wan-14b", ("rtx4080", 16), ("rtx4080", 16))],
     ids=["flux-dev", "wan-14b"],
 )
-def test_a_large_problem_is_no_slower_with_a_helper_than_without(
+def test_a_large_problem_is_no_slower_with_a_secondary_than_without(
     name: str, first: tuple[str, int], second: tuple[str, int], dry: Any
 ) -> None:
-    """It is solved within a gap, in which the plan with the helper was slower; Wan 14B in 16 GiB by
-    2 s of six hours, in pages."""
+    """It is solved within a gap, in which the plan with the secondary device was slower; Wan 14B in
+    16 GiB by 2 s of six hours, in pages."""
     graph, probed, inputs = dry(name)
 
-    def seconds(*helpers: Helper) -> float:
-        limits = Limits(first[1] * 2**30, 64 * 2**30, runs=10, helpers=helpers)
+    def seconds(*secondaries: Secondary) -> float:
+        limits = Limits(first[1] * 2**30, 64 * 2**30, runs=10, secondaries=secondaries)
         return solve(
             problem_of(graph, probed, devices.hardware(first[0]), limits, inputs)
         ).simulation.total_seconds
 
-    assert seconds(Helper(devices.hardware(second[0]), second[1] * 2**30)) <= seconds()
+    assert seconds(Secondary(devices.hardware(second[0]), second[1] * 2**30)) <= seconds()
 
 
 def test_a_problem_with_one_device_says_nothing_of_others() -> None:
@@ -121,15 +123,15 @@ def test_a_problem_with_one_device_says_nothing_of_others() -> None:
             8000, (component("a", ("k", 4, 1024)),), (PhaseNumbers("s", 0, (), 0, 0, 0),)
         ).to_json()
     )
-    assert not [word for word in ("helper", "crossing") if word in text]
-    assert "helper" in json.dumps(two_cards().to_json())
+    assert not [word for word in ("secondary", "transfer") if word in text]
+    assert "secondary" in json.dumps(two_cards().to_json())
 
 
 def test_a_device_map_with_numbers_is_a_plan() -> None:
     of = two_cards()
     solution = plan_for(of, {"te": {"": 1}, "dit": {"": 0}})
     assert check(solution.problem, solution.plan) == ()
-    assert on_helpers(of, solution.plan.variants) == ["te"]
+    assert on_secondaries(of, solution.plan.variants) == ["te"]
     assert solution.simulation.seconds >= solve(of).simulation.seconds
     for wrong in ({"te": {"": 2}}, {"dit": {"k.0": 1, "k.1": 0, "k.2": 0, "k.3": 0}}):
         with pytest.raises(InputError, match="the plan has 2 devices"):
