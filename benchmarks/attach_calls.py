@@ -60,8 +60,8 @@ def measure(name: str) -> dict[str, float]:
     """One pipeline."""
     case = cases()[name]
     plain, pipe = case.build(), case.build()
-    other = {"prompt": "a harbour in the fog"} if "prompt" in case.arguments() else {}
-    another = replace(case, arguments=lambda: {**case.arguments(), **other})
+    prompt_input = {"prompt": "a harbour in the fog"} if "prompt" in case.arguments() else {}
+    resized_case = replace(case, arguments=lambda: {**case.arguments(), **prompt_input})
 
     def put(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(sim.device)
@@ -71,7 +71,7 @@ def measure(name: str) -> dict[str, float]:
     with machine:
         plain.to(sim.device)
         case.call(plain, put)
-    plains, firsts, others = list[float](), list[float](), list[float]()
+    plains, firsts, seconds_resized = list[float](), list[float](), list[float]()
     for _ in range(ROUNDS):
         with graphrun.attach(
             pipe, vram=int(SHARE * weight_bytes(pipe)), device=SimulatedDevice(sim.Machine())
@@ -79,11 +79,15 @@ def measure(name: str) -> dict[str, float]:
             firsts.append(seconds(lambda: case.call(pipe)))
             with machine:
                 plains.append(seconds(lambda: case.call(plain, put)))
-            others.append(seconds(lambda: another.call(pipe)))
+            seconds_resized.append(seconds(lambda: resized_case.call(pipe)))
             with machine:
                 plains.append(seconds(lambda: case.call(plain, put)))
-    each = min(plains)
-    return {"plain": each, "first": min(firsts) - each, "second": min(others) / each}
+    plain_seconds = min(plains)
+    return {
+        "plain": plain_seconds,
+        "first": min(firsts) - plain_seconds,
+        "second": min(seconds_resized) / plain_seconds,
+    }
 
 
 def main() -> None:
@@ -91,11 +95,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/attach_calls.json")
     parser.add_argument("names", nargs="*")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     rows: dict[str, dict[str, float]] = {}
-    for name in given.names or TABLE:
+    for name in options.names or TABLE:
         try:
             rows[name] = {key: round(value, 3) for key, value in measure(name).items()}
             print(
@@ -104,20 +108,20 @@ def main() -> None:
             )
         except Exception as error:  # noqa: BLE001  (a pipeline that does not run so is left out, and said)
             print(f"{name:45} left out: {type(error).__name__}: {str(error)[:80]}", flush=True)
-    found = {
-        key: {"median": statistics.median(of), "most": max(of)}
+    ratios = {
+        key: {"median": statistics.median(values), "most": max(values)}
         for key in ("first", "second")
-        if (of := [row[key] for row in rows.values()])
+        if (values := [row[key] for row in rows.values()])
     }
-    for key, of in found.items():
-        print(f"{key}: median {of['median']:.2f}, most {of['most']:.2f} of {len(rows)}")
+    for key, values in ratios.items():
+        print(f"{key}: median {values['median']:.2f}, most {values['most']:.2f} of {len(rows)}")
     result = {
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
-        **found,
+        **ratios,
         "pipelines": rows,
     }
-    given.out.write_text(json.dumps(result, indent=1) + "\n")
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -75,15 +75,15 @@ def download(folder: Path) -> None:
 
 def strip(wheel: Path) -> None:
     """Rewrites a wheel of bitsandbytes with one of its libraries."""
-    kept = wheel.with_suffix(".kept")
+    small_wheel = wheel.with_suffix(".kept")
     with (
         zipfile.ZipFile(wheel) as whole,
-        zipfile.ZipFile(kept, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as small,
+        zipfile.ZipFile(small_wheel, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as small,
     ):
         for item in whole.infolist():
             if not item.filename.endswith(".so") or item.filename.endswith(KEPT_LIBRARY):
                 small.writestr(item, whole.read(item))
-    kept.replace(wheel)
+    small_wheel.replace(wheel)
 
 
 def main() -> None:

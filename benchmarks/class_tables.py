@@ -65,9 +65,9 @@ def attached_rows(names: list[str]) -> None:
     if unknown := set(names) - class_rows.CASES.keys():
         sys.exit(f"there is no class {min(unknown)} in tests/attach/tiny_pipelines.yaml")
     head = class_rows.HEADS["attached"]
-    made = {name: printed(class_rows.attached_row(name)) for name in names}
+    rows = {name: printed(class_rows.attached_row(name)) for name in names}
     class_rows.write(
-        head, [row for _, row in sorted({**class_rows.documented(head), **made}.items())]
+        head, [row for _, row in sorted({**class_rows.documented(head), **rows}.items())]
     )
 
 

@@ -41,13 +41,16 @@ from graphrun.units import GIB, MIB, round_up
 ROOT = Path(__file__).parent.parent
 CARDS = {"H100": "h100", "A100-40": "a100", "RTX4090": "rtx4090", "": "a100"}
 FITTED = {
-    "convolution scratch, 16 bit": "VAE decode, FLUX AE and SDXL, 16 bit, allocated (the ten points of the design)",
+    "convolution scratch, 16 bit": "VAE decode, FLUX AE and SDXL, 16 bit, allocated (the "
+    "ten points of the design)",
     "convolution scratch, 32 bit": "VAE decode, SDXL, fp32, 1024, allocated",
     "convolution scratch, 32 bit, strided": "VAE encode, SDXL, fp32, 512, reserved",
-    "convolution scratch, 32 bit, 512 channels": "VAE encode, FLUX AE, fp32, 512, allocated; decode, 1536 and 2048, reserved",
+    "convolution scratch, 32 bit, 512 channels": "VAE encode, FLUX AE, fp32, 512, allocated; "
+    "decode, 1536 and 2048, reserved",
     "convolution of a picture": "VAE encode, SDXL, fp16, 512, reserved",
     "convolution scratch, compute capability 9.0": "Flux, batch 16, H100",
-    "outliers that old versions of bitsandbytes keep (not a rule of plans)": "HunyuanVideo, int8, nothing offloaded, not tiled",
+    "outliers that old versions of bitsandbytes "
+    "keep (not a rule of plans)": "HunyuanVideo, int8, nothing offloaded, not tiled",
 }
 
 
@@ -98,18 +101,18 @@ def peaks(recording: Recording, card: str, allocator: Callable[[], Allocator]) -
 def pipeline_bytes(name: str, card: str, images: int) -> dict[str, dict[str, int]]:
     """Per stage and component: bytes of its weights, and the most allocated beside weights in its
     phases."""
-    probed, graph = dry_run(name, images), graphrun.load(ROOT / f"graphs/{name}.yaml")
+    recording, graph = dry_run(name, images), graphrun.load(ROOT / f"graphs/{name}.yaml")
     modules = {
         key: meta_module(component, graph.trust) for key, component in graph.components.items()
     }
-    entries = probed.recording.entries()
+    entries = recording.recording.entries()
     spans = phase_spans(entries)
-    found: dict[str, dict[str, int]] = {}
+    phases: dict[str, dict[str, int]] = {}
     for (begin, end), phase_memory in zip(
-        spans, phase_memories_of(probed.recording, spans, hardware(card), Counting), strict=True
+        spans, phase_memories_of(recording.recording, spans, hardware(card), Counting), strict=True
     ):
         for component in {call.component for _, call in entries[begin:end]}:
-            row = found.setdefault(
+            row = phases.setdefault(
                 component, {"weights": weight_bytes(modules[component]), "activation": 0}
             )
             row["activation"] = max(
@@ -118,18 +121,20 @@ def pipeline_bytes(name: str, card: str, images: int) -> dict[str, dict[str, int
                 phase_memory.first_bytes,
                 phase_memory.steady_bytes,
             )
-    return found
+    return phases
 
 
 def scaled(module: nn.Module, scale_bytes: int, kinds: tuple[type[nn.Module], ...]) -> int:
     """Weights of one byte an element in layers of ``kinds``, ``scale_bytes`` per output channel
     beside them."""
-    saved = 0
+    saved_bytes = 0
     for layer in module.modules():
         if isinstance(layer, kinds):
             weight: torch.Tensor = layer.weight
-            saved += weight.numel() * (weight.element_size() - 1) - scale_bytes * weight.shape[0]
-    return weight_bytes(module) - saved
+            saved_bytes += (
+                weight.numel() * (weight.element_size() - 1) - scale_bytes * weight.shape[0]
+            )
+    return weight_bytes(module) - saved_bytes
 
 
 def torchao_bytes(quant: str) -> int:
@@ -186,7 +191,10 @@ def predicted(row: dict[str, str]) -> tuple[float | None, float | None, str]:
         weights = weight_bytes(vae("flux-dev" if "FLUX" in row["checkpoint"] else "sdxl", dtype))
         return weights / GIB, vae_bytes(row["checkpoint"], mode, pixels, dtype, tile) / GIB, note
     if row["pipeline"].startswith("PixArt"):
-        note = "cuBLAS workspace counted: the figure was read after a run. quanto: one byte and fp16 scales"
+        note = (
+            "cuBLAS workspace counted: the figure was read after a run. quanto: one byte and "
+            "fp16 scales"
+        )
         return (pixart(row["quant"]) + workspace) / GIB, None, note
     parts = pipeline_bytes("flux-dev" if row["pipeline"] == "Flux" else "sdxl", card, batch)
     return flux_or_sdxl(row, parts, workspace)
@@ -207,7 +215,10 @@ def flux_or_sdxl(
             peak = (
                 parts["unet"]["weights"] + parts["vae"]["weights"] + activation["vae"] + workspace
             )
-            note = "the UNet stays beside the VAE: diffusers of that time called vae.decode past the hook that evicts it"
+            note = (
+                "the UNet stays beside the VAE: diffusers of that time called vae.decode past "
+                "the hook that evicts it"
+            )
         return None, peak / GIB, note
     if row["offload"] == "sequential":
         return (
@@ -223,14 +234,14 @@ def flux_or_sdxl(
     return load / GIB, (load + max(activation.values()) + workspace) / GIB, note
 
 
-def compared(published: float, ours: float | None) -> dict[str, Any]:
+def compared(published: float, estimate: float | None) -> dict[str, Any]:
     """Published beside predicted, and the error in percent."""
-    if ours is None:
+    if estimate is None:
         return {"published": published}
     return {
         "published": published,
-        "predicted": round(ours, 3),
-        "error_percent": round(100 * (ours / published - 1), 2),
+        "predicted": round(estimate, 3),
+        "error_percent": round(100 * (estimate / published - 1), 2),
     }
 
 
@@ -264,11 +275,11 @@ def report_rows() -> Iterator[dict[str, Any]]:
     with (ROOT / "benchmarks/data/vae_report.csv").open() as file:
         for row in csv.DictReader(file):
             arguments = (row["model"], row["mode"], int(row["pixels"]), row["dtype"])
-            allocated, reserved = vae_bytes(*arguments) / MIB, reserved_bytes(*arguments) / MIB
+            allocated, reserved_mib = vae_bytes(*arguments) / MIB, reserved_bytes(*arguments) / MIB
             yield {
                 **{name: row[name] for name in ("model", "mode", "pixels", "dtype")},
                 "allocated_mib": compared(float(row["allocated_mib"]), allocated),
-                "reserved_mib": compared(float(row["reserved_mib"]), reserved),
+                "reserved_mib": compared(float(row["reserved_mib"]), reserved_mib),
             }
 
 

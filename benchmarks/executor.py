@@ -87,7 +87,7 @@ class Prepared:
                 self.graph, components={**self.graph.components, "transformer": transformer}
             )
         self.inputs = self.graph.resolve({"steps": STEPS, **inputs})
-        self.probed = probe(self.graph, self.inputs)
+        self.recording = probe(self.graph, self.inputs)
         self.modules = {
             n: build(component, self.graph) for n, component in self.graph.components.items()
         }
@@ -100,11 +100,11 @@ class Prepared:
     def problem(self, budget_bytes: int, rate: float = 1e9) -> Any:
         """The problem on the simulated accelerator with ``rate`` bytes per second into it."""
         from graphrun.profile.hardware import simulated
-        from graphrun.profile.problems import Limits, problem_of
+        from graphrun.profile.problems import ProblemLimits, problem_of
 
         hardware = replace(simulated(), h2d_bytes_per_second=rate, d2h_bytes_per_second=rate)
         return problem_of(
-            self.graph, self.probed, hardware, Limits(budget_bytes, AMPLE), self.inputs
+            self.graph, self.recording, hardware, ProblemLimits(budget_bytes, AMPLE), self.inputs
         )
 
     def stages(self, place: torch.device) -> None:
@@ -118,44 +118,48 @@ def resident_plan(problem: Any) -> Any:
     """Every component is loaded before its phase and stays to the end; nothing streams."""
     from graphrun.model.plan import parse
 
-    lines, loaded = [f"plan {problem.digest}"], []
+    lines, components = [f"plan {problem.digest}"], []
     for phase in problem.phases:
         lines.append(f"slot {phase.name} load")
-        new = [use.component for use in phase.uses if use.component not in loaded]
+        new = [use.component for use in phase.uses if use.component not in components]
         lines += [f"  load {name} all from pinned" for name in new]
-        loaded += new
+        components += new
         lines += [f"slot {phase.name} first", "  run"]
         lines += (
             [f"slot {phase.name} steady x{phase.steady_calls}", "  run"]
             if phase.steady_calls
             else []
         )
-    return parse("\n".join([*lines, "slot end", *(f"  evict {name} all" for name in loaded)]))
+    return parse("\n".join([*lines, "slot end", *(f"  evict {name} all" for name in components)]))
 
 
 def paired(
-    plain: Callable[[], object], ours: Callable[[], object], pairs: int = PAIRS
+    plain: Callable[[], object], graphrun_call: Callable[[], object], pairs: int = PAIRS
 ) -> dict[str, Any]:
     """Ratios of CPU seconds (other programs may share the cores), ours over plain, alternating
     which comes first."""
     seconds: list[tuple[float, float]] = []
     for number in range(pairs + 1):
-        took = {}
-        for which, run in (
-            (("plain", plain), ("ours", ours)) if number % 2 else (("ours", ours), ("plain", plain))
+        cpu_seconds = {}
+        for kind, run in (
+            (("plain", plain), ("ours", graphrun_call))
+            if number % 2
+            else (("ours", graphrun_call), ("plain", plain))
         ):
             gc.collect()
             start = time.process_time()
             run()
-            took[which] = time.process_time() - start
-        seconds.append((took["plain"], took["ours"]))
-    ratios = sorted(ours / plain for plain, ours in seconds[1:])  # the first pair warms up
+            cpu_seconds[kind] = time.process_time() - start
+        seconds.append((cpu_seconds["plain"], cpu_seconds["ours"]))
+    ratios = sorted(
+        graphrun_seconds / plain for plain, graphrun_seconds in seconds[1:]
+    )  # the first pair warms up
     return {
         "median_ratio": round(statistics.median(ratios), 4),
         "median_lies_between": interval(ratios),
         "quartiles": [round(q, 4) for q in statistics.quantiles(ratios, n=4)],
         "plain_seconds": round(statistics.median(plain for plain, _ in seconds[1:]), 4),
-        "load": [round(each, 1) for each in os.getloadavg()],
+        "load": [round(load, 1) for load in os.getloadavg()],
         "pairs": pairs,
     }
 
@@ -183,7 +187,7 @@ def resident() -> dict[str, Any]:
     import numpy as np
 
     from graphrun.modules.build import resolve_class
-    from graphrun.runtime.executor import Session, stages_for
+    from graphrun.runtime.executor import PlanSession, stages_for
     from graphrun.runtime.host import Host
     from graphrun.verify.solution import solution_of
 
@@ -205,20 +209,20 @@ def resident() -> dict[str, Any]:
         generator = torch.Generator("cpu").manual_seed(inputs["seed"])
         return pipeline(**call, num_inference_steps=inputs["steps"], generator=generator).images[0]
 
-    with Session(solution_of(problem, plan), host, device) as session:
+    with PlanSession(solution_of(problem, plan), host, device) as session:
 
         def ours() -> Any:
             return session.run(stages_for(plan, graph, inputs, device, host)).outputs["image"]
 
         if not np.array_equal(np.asarray(plain()), np.asarray(ours())):
             raise AssertionError("the pictures differ")
-        found = paired(plain, ours, PAIRS_RESIDENT)
+        ratios = paired(plain, ours, PAIRS_RESIDENT)
     parameters = sum(p.numel() for p in prepared.modules["transformer"].parameters())
     return {
         "transformer_parameters": parameters,
         "steps": inputs["steps"],
-        **found,
-        "within": found["median_ratio"] <= 1.01,
+        **ratios,
+        "within": ratios["median_ratio"] <= 1.01,
     }
 
 
@@ -256,7 +260,7 @@ def overlap(name: str) -> list[dict[str, Any]]:
     from graphrun.solve.infeasible import smallest_budget
     from graphrun.verify.simulate import simulate
 
-    prepared, found = Prepared(name), []
+    prepared, rows = Prepared(name), []
     for rate, room in ((rate, room) for room in ("least", "another block") for rate in RATES):
         problem = prepared.problem(AMPLE, rate)
         if room == "least":
@@ -299,7 +303,7 @@ def overlap(name: str) -> list[dict[str, Any]]:
             if k.streamable
         )
         bound = SLACK * max(report.compute_seconds, transfer) + block
-        found.append(
+        rows.append(
             {
                 "bytes_per_second": rate,
                 "room": room,
@@ -320,7 +324,7 @@ def overlap(name: str) -> list[dict[str, Any]]:
                 "within_by_class": seconds <= SLACK * max(groups, transfer) + block,
             }
         )
-    return found
+    return rows
 
 
 def by_class(problem: Any, slot: Any, rate: float) -> float:
@@ -329,20 +333,20 @@ def by_class(problem: Any, slot: Any, rate: float) -> float:
     from graphrun.model.plan import Stream
 
     (stream,) = (action for action in slot.actions if isinstance(action, Stream))
-    component, kept = (
+    component, resident_counts = (
         problem.component(stream.component),
         {name: len(blocks) for name, blocks in stream.keep or ()},
     )
     phase = next(phase for phase in problem.phases if phase.name == slot.phase)
     use, total = next(use for use in phase.uses if use.component == stream.component), 0.0
     calls, sizes = use.group_calls_in(slot.part), component.variants[0].block_bytes
-    for k, of in enumerate(component.groups):
-        copied = (
-            (len(of.blocks) - kept.get(of.name, 0)) * sizes[k] * use.passes_of(k)
-            if of.streamable
+    for k, group in enumerate(component.groups):
+        copy_bytes = (
+            (len(group.blocks) - resident_counts.get(group.name, 0)) * sizes[k] * use.passes_of(k)
+            if group.streamable
             else 0
         )
-        total += calls[k] * max(len(of.blocks) * use.seconds[k], copied / rate)
+        total += calls[k] * max(len(group.blocks) * use.seconds[k], copy_bytes / rate)
     return total
 
 
@@ -351,7 +355,8 @@ def main() -> None:
     torch.set_num_threads(1)
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread, Python {platform.python_version()}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread, Python "
+        f"{platform.python_version()}",
         "versions": {name: version(name) for name in ("torch", "diffusers", "transformers")},
         "steps": STEPS,
     }

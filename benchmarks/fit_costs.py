@@ -24,7 +24,7 @@ import graphrun
 from graphrun.files import Store
 from graphrun.modules.build import meta_modules
 from graphrun.profile import costs, hardware, modes
-from graphrun.profile.asked import in_precision, options_by_stage, pictures_input
+from graphrun.profile.asked import options_by_stage, pictures_input, with_precisions
 from graphrun.profile.problems import phase_spans
 from graphrun.profile.recording import Call
 from graphrun.store import dry_run
@@ -64,53 +64,55 @@ class Row:
 
     def __init__(self, row: dict[str, Any], store: Store) -> None:
         words = shlex.split(row["arguments"])
-        given: dict[str, list[str]] = {}
+        options: dict[str, list[str]] = {}
         for name, value in zip(words[1::2], words[2::2], strict=True):
-            given.setdefault(name.removeprefix("--"), []).append(value)
-        graph, formats = in_precision(graphrun.load(ROOT / words[0]), given.get("precision", ()))
-        inputs: dict[str, Any] = dict(text.split("=", 1) for text in given.get("set", ()))
-        if "batch" in given:
-            inputs[pictures_input(graph)] = given["batch"][0]
-        self.row, self.graph, self.card = row, graph, given["hardware"][0]
+            options.setdefault(name.removeprefix("--"), []).append(value)
+        graph, formats = with_precisions(
+            graphrun.load(ROOT / words[0]), options.get("precision", ())
+        )
+        inputs: dict[str, Any] = dict(text.split("=", 1) for text in options.get("set", ()))
+        if "batch" in options:
+            inputs[pictures_input(graph)] = options["batch"][0]
+        self.row, self.graph, self.card = row, graph, options["hardware"][0]
         self.run = dry_run(
             graph,
             graph.for_planning(inputs),
             store,
-            options_by_stage(graph, given.get("option", ())),
+            options_by_stage(graph, options.get("option", ())),
         )
-        kept, cpu, pinned = (
-            given.get("keep", ()),
-            given.get("cpu", ()),
-            given.get("pinned") != ["0"],
+        resident_names, cpu, pinned = (
+            options.get("keep", ()),
+            options.get("cpu", ()),
+            options.get("pinned") != ["0"],
         )
-        self.mode = modes.mode(
-            given.get("mode", ["resident"])[0], graph, formats, kept, cpu, pinned=pinned
+        self.mode = modes.parse_mode(
+            options.get("mode", ["resident"])[0], graph, formats, resident_names, cpu, pinned=pinned
         )
-        with meta_modules(graph) as found:
+        with meta_modules(graph) as modules:
             self.weights = {
                 name: modes.weight_bytes(graph, name, module, formats)
-                for name, module in found.items()
+                for name, module in modules.items()
             }
         self.error = FOREIGN_ERROR if row["source"].startswith(FOREIGN) else ROW_ERROR
 
     def seconds(self) -> float:
         """Seconds of the row with the constants as they are now."""
         card = hardware._card(self.card, hardware.SHEETS[self.card])
-        of, run = self.row["of"], self.run
-        if ":" in of:  # a phase: the calls of that component in it
-            number = int(of.partition("/")[2].partition(":")[0])
+        target, run = self.row["of"], self.run
+        if ":" in target:  # a phase: the calls of that component in it
+            number = int(target.partition("/")[2].partition(":")[0])
             entries = run.recording.entries()
             begin, end = phase_spans(entries)[number]
             return sum(sum(fast_work(call, card)) for _, call in entries[begin:end])
-        found = modes.estimated(self.graph, run, card, self.mode, self.weights).seconds
-        return found[of] if of else sum(found.values())
+        seconds = modes.estimate_mode(self.graph, run, card, self.mode, self.weights).seconds
+        return seconds[target] if target else sum(seconds.values())
 
 
-_counted: dict[int, tuple[Call, Counter[int], Counter[tuple[int, str]]]] = {}
+_COUNTS: dict[int, tuple[Call, Counter[int], Counter[tuple[int, str]]]] = {}
 
 
 def _counts(call: Call) -> tuple[Call, Counter[int], Counter[tuple[int, str]]]:
-    if id(call) not in _counted:
+    if id(call) not in _COUNTS:
         kernels = Counter(number for _, numbers in call.work for number in numbers)
         layers = Counter(
             (number, path)
@@ -118,8 +120,8 @@ def _counts(call: Call) -> tuple[Call, Counter[int], Counter[tuple[int, str]]]:
             for number in numbers
             if call.kernels[number].kind == "matmul"
         )
-        _counted[id(call)] = call, kernels, layers
-    return _counted[id(call)]
+        _COUNTS[id(call)] = call, kernels, layers
+    return _COUNTS[id(call)]
 
 
 def fast_work(call: Call, card: Any) -> list[float]:
@@ -153,12 +155,14 @@ def put(values: Mapping[str, float]) -> None:
     """Sets the constants in the modules that define them."""
     shares: dict[str, dict[str, float]] = {}
     for name, value in values.items():
-        owner, _, what = name.partition(".")
+        owner, _, constant = name.partition(".")
         if owner in MODULES:
-            setattr(MODULES[owner], what, value)
+            setattr(MODULES[owner], constant, value)
         else:
-            shares.setdefault(owner, {})[what] = value
-    hardware.SHARES = {name: hardware.Shares(**of) for name, of in shares.items()}
+            shares.setdefault(owner, {})[constant] = value
+    hardware.SHARES = {
+        name: hardware.Shares(**owner_shares) for name, owner_shares in shares.items()
+    }
 
 
 def fitted(rows: Sequence[Row], rounds: int = 6) -> dict[str, float]:
@@ -173,16 +177,16 @@ def fitted(rows: Sequence[Row], rounds: int = 6) -> dict[str, float]:
 
     x = centre.copy()
     for _ in range(rounds):
-        now = errors(x)
+        residuals = errors(x)
         slopes = np.stack(
-            [(errors(x + 1e-3 * step) - now) / 1e-3 for step in np.eye(len(x))], axis=1
+            [(errors(x + 1e-3 * step) - residuals) / 1e-3 for step in np.eye(len(x))], axis=1
         )
-        weight = (1 + now**2) ** -0.25  # square root of soft L1's weight
+        weight = (1 + residuals**2) ** -0.25  # square root of soft L1's weight
         matrix = np.vstack([weight[:, None] * slopes, np.diag(1 / widths)])
         x = (
             x
             - np.linalg.lstsq(
-                matrix, np.concatenate([weight * now, (x - centre) / widths]), rcond=None
+                matrix, np.concatenate([weight * residuals, (x - centre) / widths]), rcond=None
             )[0]
         )
     values = dict(zip(names, map(float, np.exp(x)), strict=True))
@@ -205,10 +209,10 @@ def left_out(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     ``rows``."""
     ready, results = prepared(rows), dict[int, dict[str, Any]]()
     for source in dict.fromkeys(row["source"] for row in rows):
-        own = [row for row in ready if row.row["source"] == source]
-        if own:
+        source_rows = [row for row in ready if row.row["source"] == source]
+        if source_rows:
             fitted([row for row in ready if row.row["source"] != source])
-        for row in own:
+        for row in source_rows:
             result = compared(
                 {**row.row, "load_gib": None, "peak_gib": None}, {"seconds": row.seconds()}
             )

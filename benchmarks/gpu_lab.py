@@ -31,17 +31,17 @@ class Log:
     @contextmanager
     def part(self, name: str) -> Iterator[dict[str, Any]]:
         """The dictionary of part ``name``, to be filled."""
-        found: dict[str, Any] = self.results.setdefault(name, {})
+        record: dict[str, Any] = self.results.setdefault(name, {})
         start = time.perf_counter()
         try:
-            yield found
+            yield record
         except Exception as error:  # noqa: BLE001 - one failure must not lose the rest
-            found["failed"] = f"{type(error).__name__}: {error}"[:2000]
-            found["failed_at"] = traceback.format_exc().strip().splitlines()[-8:]
-            print(f"  {name} FAILED: {found['failed'][:300]}", flush=True)
-        found["took_seconds"] = round(time.perf_counter() - start, 3)
+            record["failed"] = f"{type(error).__name__}: {error}"[:2000]
+            record["failed_at"] = traceback.format_exc().strip().splitlines()[-8:]
+            print(f"  {name} FAILED: {record['failed'][:300]}", flush=True)
+        record["took_seconds"] = round(time.perf_counter() - start, 3)
         self.save()
-        print(f"  {name}: {found['took_seconds']} s", flush=True)
+        print(f"  {name}: {record['took_seconds']} s", flush=True)
 
     def save(self) -> None:
         """Writes what there is."""
@@ -131,7 +131,7 @@ def weave(module: nn.Module, seed: str) -> None:
     differ, and a copy of it is a plain tensor of the real size. For benchmarks; where each weight
     should be drawn for itself, use `graphrun.modules.build.build`.
     """
-    from graphrun.modules.sources import scale
+    from graphrun.modules.sources import standard_deviation
 
     tile = torch.randn(
         TILE,
@@ -139,50 +139,52 @@ def weave(module: nn.Module, seed: str) -> None:
             int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7])
         ),
     )
-    made: dict[int, nn.Parameter] = {}
+    parameters: dict[int, nn.Parameter] = {}
     number = 0
     for child in module.modules():
         for key, parameter in child._parameters.items():
             if parameter is None:
                 continue
-            if id(parameter) not in made:
+            if id(parameter) not in parameters:
                 number += 1
-                values = _phase_memories(child, key, parameter, tile, number * 7919, scale)
-                made[id(parameter)] = nn.Parameter(values, requires_grad=False)
-            child._parameters[key] = made[id(parameter)]
+                values = _phase_memories(
+                    child, key, parameter, tile, number * 7919, standard_deviation
+                )
+                parameters[id(parameter)] = nn.Parameter(values, requires_grad=False)
+            child._parameters[key] = parameters[id(parameter)]
 
 
 def _phase_memories(
     owner: nn.Module,
     key: str,
-    like: torch.Tensor,
+    template: torch.Tensor,
     tile: torch.Tensor,
     start: int,
     scale: Callable[..., float],
 ) -> Any:
-    if like.dim() <= 1:
+    if template.dim() <= 1:
         if "Norm" in type(owner).__name__:
-            return torch.full(like.shape, 0.0 if key == "bias" else 1.0, dtype=like.dtype)
+            return torch.full(template.shape, 0.0 if key == "bias" else 1.0, dtype=template.dtype)
         return (
-            (tile[: like.numel()] * scale(owner, key, like))
-            .to(like.dtype)
-            .reshape(like.shape)
+            (tile[: template.numel()] * scale(owner, key, template))
+            .to(template.dtype)
+            .reshape(template.shape)
             .clone()
         )
-    rows, columns = like.shape[0], like.numel() // like.shape[0]
+    rows, columns = template.shape[0], template.numel() // template.shape[0]
     step = max(1, min(17, (TILE // 2 - columns) // rows))
     need = (rows - 1) * step + columns
     start %= TILE - need
-    used = (tile[start : start + need] * scale(owner, key, like)).to(like.dtype)
-    inner = torch.empty(like.shape[1:], device="meta").stride()
-    return used.as_strided(like.shape, (step, *inner))
+    values = (tile[start : start + need] * scale(owner, key, template)).to(template.dtype)
+    inner = torch.empty(template.shape[1:], device="meta").stride()
+    return values.as_strided(template.shape, (step, *inner))
 
 
 @contextmanager
 def placed(modules: Mapping[str, nn.Module], place: torch.device) -> Iterator[None]:
     """Every parameter and buffer of ``modules`` is on ``place``, a copy of its own, until the
     context ends."""
-    before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    originals: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     copies: dict[int, torch.Tensor] = {}
     try:
         for module in modules.values():
@@ -195,17 +197,17 @@ def placed(modules: Mapping[str, nn.Module], place: torch.device) -> Iterator[No
                             copy = torch.empty(
                                 tensor.shape, dtype=tensor.dtype, device=place
                             ).copy_(tensor.detach())
-                            kept = (
+                            new_tensor = (
                                 nn.Parameter(copy, requires_grad=False)
                                 if isinstance(tensor, nn.Parameter)
                                 else copy
                             )
-                            copies[id(tensor)] = kept
-                        before.append((entries, key, tensor))
+                            copies[id(tensor)] = new_tensor
+                        originals.append((entries, key, tensor))
                         entries[key] = copies[id(tensor)]
         yield
     finally:
-        for entries, key, tensor in before:
+        for entries, key, tensor in originals:
             entries[key] = tensor
 
 

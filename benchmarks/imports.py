@@ -95,9 +95,12 @@ VISION = {
 }
 WORDS = {"qwen": VISION, "mistral3": {"[IMG]": 1000, "[IMG_BREAK]": 1001, "[IMG_END]": 1002}}
 TALK = (
-    "{% for message in messages %}{{ message['role'] }} {% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for item in message['content'] %}{% if item['type'] == 'text' %}{{ item['text'] }}"
-    "{% elif item['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %} {% endfor %}"
+    "{% for message in messages %}{{ message['role'] }} {% if message['content'] is string "
+    "%}{{ message['content'] }}"
+    "{% else %}{% for item in message['content'] %}{% if item['type'] == 'text' %}{{ "
+    "item['text'] }}"
+    "{% elif item['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% endif "
+    "%}{% endfor %}{% endif %} {% endfor %}"
 )
 TINY = {
     "hidden_size": 32,
@@ -182,24 +185,30 @@ def config_of(name: str) -> Any:
 def tokenizer(name: str, **settings: Any) -> Any:
     """A byte tokenizer in place of the one in the repository ``name``."""
     words = json.loads(stand_in_words())
-    more = next((words for part, words in WORDS.items() if part in name.lower()), {})
-    words["model"]["vocab"] |= more
-    made = Tokenizer.from_str(json.dumps(words))
+    extra_words = next((words for part, words in WORDS.items() if part in name.lower()), {})
+    words["model"]["vocab"] |= extra_words
+    tokenizer_object = Tokenizer.from_str(json.dumps(words))
     if "dummy-gemma" in name:  # for models that know eight words
-        made = Tokenizer(
+        tokenizer_object = Tokenizer(
             WordLevel({"<pad>": 0, "</s>": 1, "<s>": 2, "<unk>": 3}, unk_token="<unk>")
         )
-        made.pre_tokenizer = Whitespace()
-    made.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in more])
+        tokenizer_object.pre_tokenizer = Whitespace()
+    tokenizer_object.add_special_tokens(
+        [AddedToken(word, special=True, normalized=False) for word in extra_words]
+    )
     usual = {
         "model_max_length": 77 if "clip" in name else 512,
         "pad_token": "<pad>",
         "bos_token": "<s>",
         "eos_token": "</s>",
     }
-    asked = {key: settings[key] for key in ("model_max_length", "padding_side") if key in settings}
+    tokenizer_settings = {
+        key: settings[key] for key in ("model_max_length", "padding_side") if key in settings
+    }
     marks = {"unk_token": "<unk>" if "dummy-gemma" in name else "<pad>", "chat_template": TALK}
-    return t.PreTrainedTokenizerFast(tokenizer_object=made, **(usual | marks | asked))
+    return t.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer_object, **(usual | marks | tokenizer_settings)
+    )
 
 
 def processor(kind: Any, name: str) -> Any:
@@ -232,14 +241,14 @@ def instead_of_the_hub() -> None:
 
     def patched(owner: Any, make: Callable[..., Any]) -> None:
         usual = next(
-            vars(each)["from_pretrained"]
-            for each in owner.__mro__
-            if "from_pretrained" in vars(each)
+            vars(parent)["from_pretrained"]
+            for parent in owner.__mro__
+            if "from_pretrained" in vars(parent)
         ).__func__
 
-        def from_pretrained(kind: Any, name: Any, *more: Any, **settings: Any) -> Any:
+        def from_pretrained(kind: Any, name: Any, *arguments: Any, **settings: Any) -> Any:
             return (
-                usual(kind, name, *more, **settings)
+                usual(kind, name, *arguments, **settings)
                 if Path(name).is_dir()
                 else make(kind, str(name), **settings)
             )
@@ -269,7 +278,7 @@ def tested(folder: Path) -> dict[str, tuple[Any, Any]]:
     """Each pipeline class and the test that builds it, by its name."""
     sys.path[:0] = [str(folder.parent)]
     package = importlib.import_module(f"{folder.name}.pipelines")
-    found: dict[str, tuple[Any, Any]] = {}
+    pipelines: dict[str, tuple[Any, Any]] = {}
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if not module.name.rpartition(".")[2].startswith("test_"):
             continue
@@ -281,9 +290,9 @@ def tested(folder: Path) -> dict[str, tuple[Any, Any]]:
         ):  # of a class that this version of diffusers does not have
             continue
         for test in (
-            each
-            for each in tests.values()
-            if inspect.isclass(each) and each.__module__ == module.name
+            test_class
+            for test_class in tests.values()
+            if inspect.isclass(test_class) and test_class.__module__ == module.name
         ):
             kind = getattr(test, "pipeline_class", None)
             if inspect.isclass(kind) and all(
@@ -292,15 +301,18 @@ def tested(folder: Path) -> dict[str, tuple[Any, Any]]:
             ):
                 needs = inspect.signature(test.get_dummy_components).parameters.values()
                 if [
-                    each
-                    for each in needs
-                    if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
+                    parameter
+                    for parameter in needs
+                    if parameter.default is parameter.empty
+                    and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
                 ][1:] == []:
                     kind = next(
-                        each for each in kind.__mro__ if each.__module__.startswith("diffusers.")
+                        parent
+                        for parent in kind.__mro__
+                        if parent.__module__.startswith("diffusers.")
                     )
-                    found.setdefault(kind.__name__, (kind, test))
-    return found
+                    pipelines.setdefault(kind.__name__, (kind, test))
+    return pipelines
 
 
 @dataclass(frozen=True)
@@ -338,9 +350,9 @@ class Built(Saved):
 
 def built(name: str, kind: Any, test: Any, folder: Path) -> Built:
     """The pipeline of ``test``, saved in ``folder``, and the arguments of its call."""
-    made = test.__new__(test)
+    case = test.__new__(test)
     torch.manual_seed(0)
-    parts = made.get_dummy_components()
+    parts = case.get_dummy_components()
     for part in (
         part
         for part in parts.values()
@@ -350,12 +362,12 @@ def built(name: str, kind: Any, test: Any, folder: Path) -> Built:
     pipe = frozen(kind(**parts))
     pipe.set_progress_bar_config(disable=True)
     device = (
-        {"device": "cpu"} if "device" in inspect.signature(made.get_dummy_inputs).parameters else {}
+        {"device": "cpu"} if "device" in inspect.signature(case.get_dummy_inputs).parameters else {}
     )
-    asked = made.get_dummy_inputs(**device) | GIVEN.get(name, {})
+    inputs = case.get_dummy_inputs(**device) | GIVEN.get(name, {})
     arguments = {
         key: listed(value)
-        for key, value in asked.items()
+        for key, value in inputs.items()
         if key not in NOT_PASSED and value is not None
     }
     pipe.save_pretrained(folder / name)
@@ -394,40 +406,40 @@ def strange(value: Any) -> bool:
 
 def row(name: str, kind: Any, test: Any) -> dict[str, Any]:
     """What is seen of the class ``name``."""
-    found: dict[str, Any] = {"class": name}
+    result: dict[str, Any] = {"class": name}
     with tempfile.TemporaryDirectory() as folder:
         try:
             source = built(name, kind, test, Path(folder))
             source.expected()
         except Exception as error:  # noqa: BLE001 - of any code
             shown()
-            return found | {"not_built": line(error)}
+            return result | {"not_built": line(error)}
         try:
             graph, modules = imported(source, Path(folder))
-            found["imported"] = f"{len(graph.stages)} stage{'s' * (len(graph.stages) > 1)}"
+            result["imported"] = f"{len(graph.stages)} stage{'s' * (len(graph.stages) > 1)}"
             source = source.less({key for key in source.inputs if key not in graph.inputs})
-            found |= {"without": sorted(source.left_out)} if source.left_out else {}
+            result |= {"without": sorted(source.left_out)} if source.left_out else {}
             solution = planned(graph, source.inputs, least=True)
-            found["least_bytes"] = solution.problem.budget_bytes
+            result["least_bytes"] = solution.problem.budget_bytes
             torch.manual_seed(1)
             trace = run(graph, solution, source.inputs, modules)
             output_type = (
                 {"output_type": "pil"} if {"image", "video"} & trace.outputs.keys() else {}
             )
-            made = next(iter(trace.outputs.values()))
-            found["equal"] = equal(made, source.expected(**output_type))
-            if not found["equal"]:
+            output = next(iter(trace.outputs.values()))
+            result["equal"] = equal(output, source.expected(**output_type))
+            if not result["equal"]:
                 with Machine():
                     source.pipe.to("sim")
-                    found["equal"] = (
+                    result["equal"] = (
                         "to itself on the simulated accelerator"
-                        if equal(made, source.expected(**output_type))
+                        if equal(output, source.expected(**output_type))
                         else False
                     )
         except Exception as error:  # noqa: BLE001 - of any code
             shown()
-            found["failed"] = line(error)
-    return found
+            result["failed"] = line(error)
+    return result
 
 
 def shown() -> None:
@@ -464,12 +476,12 @@ def rows(folder: Path, names: list[str]) -> Iterator[dict[str, Any]]:
     for name, (kind, test) in tested(folder).items():
         if not names or name in names:
             start = time.perf_counter()
-            found = bounded(name, kind, test)
+            result = bounded(name, kind, test)
             print(
-                f"{time.perf_counter() - start:5.1f} s  {' '.join(map(str, found.values()))}",
+                f"{time.perf_counter() - start:5.1f} s  {' '.join(map(str, result.values()))}",
                 flush=True,
             )
-            yield found
+            yield result
 
 
 def main() -> None:
@@ -478,26 +490,29 @@ def main() -> None:
     )
     parser.add_argument("--tests", type=Path, required=True)
     parser.add_argument("classes", nargs="*")
-    given = parser.parse_args()
-    known = json.loads(RESULTS.read_text())["rows"] if given.classes and RESULTS.exists() else []
-    about: dict[str, Any] = {
+    options = parser.parse_args()
+    old_rows = (
+        json.loads(RESULTS.read_text())["rows"] if options.classes and RESULTS.exists() else []
+    )
+    report: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
     }
-    about |= {name: version(name) for name in ("diffusers", "transformers", "torch")}
-    made = {each["class"]: each for each in known}
-    for each in rows(given.tests.resolve(), given.classes):
-        made[each["class"]] = each
-        ran = sum(bool(each.get("equal")) for each in made.values())
-        can = sum("not_built" not in each for each in made.values())
-        about |= {
-            "built": can,
-            "equal": ran,
-            "rows": sorted(made.values(), key=lambda each: each["class"]),
+    report |= {name: version(name) for name in ("diffusers", "transformers", "torch")}
+    rows_by_class = {old_row["class"]: old_row for old_row in old_rows}
+    for result in rows(options.tests.resolve(), options.classes):
+        rows_by_class[result["class"]] = result
+        run_count = sum(bool(item.get("equal")) for item in rows_by_class.values())
+        built_count = sum("not_built" not in item for item in rows_by_class.values())
+        report |= {
+            "built": built_count,
+            "equal": run_count,
+            "rows": sorted(rows_by_class.values(), key=lambda item: item["class"]),
         }
-        RESULTS.write_text(json.dumps(about, indent=1) + "\n")
+        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
     print(
-        f"{ran} of {can} imported, run at their least budget and equal; {len(made) - can} could not be built"
+        f"{run_count} of {built_count} imported, run at their least budget and equal; "
+        f"{len(rows_by_class) - built_count} could not be built"
     )
 
 

@@ -54,16 +54,16 @@ class Instrument(Protocol):
 
 
 class Sim:
-    """The simulated accelerator ``named`` (``sim``, ``sim:pages=FACTOR``) with ``cap_bytes``, and
-    the rates of its plans."""
+    """The simulated accelerator ``hardware_name`` (``sim``, ``sim:pages=FACTOR``) with
+    ``cap_bytes``, and the rates of its plans."""
 
     name = "sim"
 
-    def __init__(self, cap_bytes: int | None, named: str = "sim") -> None:
+    def __init__(self, cap_bytes: int | None, hardware_name: str = "sim") -> None:
         from graphrun.profile.hardware import hardware
         from graphrun.runtime.devices.open import open_hardware
 
-        device: Any = open_hardware(hardware(named))
+        device: Any = open_hardware(hardware(hardware_name))
         self.machine = device.machine
         self.machine.capacity_bytes = cap_bytes
         self.device = torch.device("sim:0")
@@ -72,13 +72,13 @@ class Sim:
     @contextmanager
     def open(self) -> Iterator[None]:
         """The machine is active; modules can be moved to it by what moves them to a card."""
-        before = torch.__future__.get_swap_module_params_on_conversion()
+        previous = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
             with self.machine, data_moves(), pinning(self.machine), reading_files():
                 yield
         finally:
-            torch.__future__.set_swap_module_params_on_conversion(before)
+            torch.__future__.set_swap_module_params_on_conversion(previous)
 
     def executor(self) -> Any:
         """The machine behind the executor's protocol. The executor starts the peak again for each
@@ -152,17 +152,17 @@ class Cuda:
     def executor(self) -> Any:
         """The device behind the executor's protocol. The executor starts the peak again for each
         slot: the highest is kept here."""
-        from graphrun.profile.hardware import found
+        from graphrun.profile.hardware import detect_card
         from graphrun.runtime.devices.cuda import CudaDevice
 
-        noting, of = self, found()
+        noting, card = self, detect_card()
 
         class Noted(CudaDevice):
             def reset_peak(self) -> None:
                 noting._highest = noting._peaks()
                 super().reset_peak()
 
-        return Noted(workspace_bytes=0 if of is None else of.workspace_bytes)
+        return Noted(workspace_bytes=0 if card is None else card.workspace_bytes)
 
     def seconds(self) -> float:
         """Wall seconds, once the device has done what was issued."""
@@ -182,9 +182,9 @@ class Cuda:
         return self._peaks()[1]
 
     def _peaks(self) -> tuple[int, int]:
-        allocated, reserved = self._highest
+        allocated, reserved_bytes = self._highest
         return max(allocated, torch.cuda.max_memory_allocated(0)), max(
-            reserved, torch.cuda.max_memory_reserved(0)
+            reserved_bytes, torch.cuda.max_memory_reserved(0)
         )
 
     def reset_peak(self) -> None:
@@ -206,21 +206,21 @@ def data_moves() -> Iterator[None]:
 
     PyTorch refuses it where one side is a tensor subclass, as sim's are. Here the two tensors are
     swapped instead, as PyTorch itself does for subclasses in ``Module.to``: the same objects, the
-    same bytes, no copy beside the one that made ``other``.
+    same bytes, no copy but the one that made ``value``.
     """
     from graphrun.sim.tensor import SimTensor
 
     plain: Any = torch._C.TensorBase.data
-    own: Any = SimTensor.__dict__["data"]
+    data_property: Any = SimTensor.__dict__["data"]
 
     def read(tensor: torch.Tensor) -> Any:
-        return own.__get__(tensor) if type(tensor) is SimTensor else plain.__get__(tensor)
+        return data_property.__get__(tensor) if type(tensor) is SimTensor else plain.__get__(tensor)
 
-    def write(tensor: torch.Tensor, other: torch.Tensor) -> None:
-        if (type(tensor) is SimTensor) == (type(other) is SimTensor):
-            (own if type(tensor) is SimTensor else plain).__set__(tensor, other)
+    def write(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if (type(tensor) is SimTensor) == (type(value) is SimTensor):
+            (data_property if type(tensor) is SimTensor else plain).__set__(tensor, value)
             return
-        twin = other.detach()
+        twin = value.detach()
         if isinstance(tensor, torch.nn.Parameter):
             twin = torch.nn.Parameter(twin, requires_grad=tensor.requires_grad)
         torch.utils.swap_tensors(tensor, twin)  # type: ignore[no-untyped-call]
@@ -231,7 +231,7 @@ def data_moves() -> Iterator[None]:
         yield
     finally:
         del torch.Tensor.data
-        SimTensor.data = own  # type: ignore[method-assign]
+        SimTensor.data = data_property  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -268,11 +268,11 @@ def reading_files() -> Iterator[None]:
     files: Any = safetensors.torch
     plain = files.load_file
 
-    def load_file(path: Any, device: Any = "cpu", **more: Any) -> dict[str, torch.Tensor]:
+    def load_file(path: Any, device: Any = "cpu", **options: Any) -> dict[str, torch.Tensor]:
         if torch.device(device).type != "sim":
-            return dict(plain(path, device=device, **more))
+            return dict(plain(path, device=device, **options))
         return {
-            name: tensor.to(device) for name, tensor in plain(path, device="cpu", **more).items()
+            name: tensor.to(device) for name, tensor in plain(path, device="cpu", **options).items()
         }
 
     files.load_file = load_file

@@ -62,9 +62,9 @@ class Tool:
         """Of its packages; raises Unavailable where one is not installed."""
         try:
             return {name: version(name) for name in self.packages}
-        except PackageNotFoundError as missing:
+        except PackageNotFoundError as error:
             raise Unavailable(
-                f"{missing.name} is not installed here: pip install {missing.name}"
+                f"{error.name} is not installed here: pip install {error.name}"
             ) from None
 
 
@@ -107,18 +107,20 @@ def _group_offload(
         ).items():  # one call each, so that no two components share a folder's file names
             from diffusers.hooks import apply_group_offloading
 
-            more: dict[str, Any] = {"offload_to_disk_path": str(folder / name)} if folder else {}
+            disk_options: dict[str, Any] = (
+                {"offload_to_disk_path": str(folder / name)} if folder else {}
+            )
             options = {
                 "onload_device": cell.device,
                 "offload_type": level,
                 "use_stream": stream,
-                **more,
+                **disk_options,
             }
             if level == "block_level":
                 options["num_blocks_per_group"] = 1
-            own: Any = module
+            child: Any = module
             if hasattr(module, "enable_group_offload"):
-                own.enable_group_offload(**options)
+                child.enable_group_offload(**options)
             else:
                 apply_group_offloading(module, **options)
 
@@ -147,19 +149,19 @@ def _dispatch(*, disk: bool = False) -> Callable[[Any, Cell], None]:
     def put(pipeline: Any, cell: Cell) -> None:
         from accelerate import cpu_offload, dispatch_model, infer_auto_device_map
 
-        left, host = (
+        device_bytes, host = (
             cell.cap - cell.activation_bytes,
             UNLIMITED if cell.ram_bytes is None or not disk else cell.ram_bytes,
         )
         folder = tempfile.mkdtemp(prefix="peers-dispatch-") if disk else None
         for name, module in modules_of(pipeline).items():
             whole = list(getattr(module, "_no_split_modules", None) or [])
-            memory: dict[Any, int] = {0: max(0, left), "cpu": max(0, host)}
+            memory: dict[Any, int] = {0: max(0, device_bytes), "cpu": max(0, host)}
             places = infer_auto_device_map(module, max_memory=memory, no_split_module_classes=whole)
             sizes = {path: _bytes_under(module, path) for path in places}
-            left -= sum(sizes[path] for path, place in places.items() if place == 0)
+            device_bytes -= sum(sizes[path] for path, place in places.items() if place == 0)
             host -= sum(sizes[path] for path, place in places.items() if place == "cpu")
-            own = f"{folder}/{name}" if folder else None
+            offload_folder = f"{folder}/{name}" if folder else None
             if set(places.values()) == {
                 "cpu"
             }:  # a map of {"": "cpu"} fails in dispatch_model; this is the same
@@ -171,7 +173,7 @@ def _dispatch(*, disk: bool = False) -> Callable[[Any, Cell], None]:
                     module,
                     places,
                     main_device=cell.device,
-                    offload_dir=own,
+                    offload_dir=offload_folder,
                     skip_keys=keys,
                     force_hooks=True,
                 )
@@ -195,14 +197,16 @@ def _managed(strategy: str) -> Callable[[Any, Cell], None]:
         from diffusers_mm import ModelManager, managed
 
         manager = ModelManager(strategy=strategy)
-        if strategy == "block_pin" and (found := denoiser_of(pipeline)) is not None:
+        if strategy == "block_pin" and (denoiser := denoiser_of(pipeline)) is not None:
             from diffusers_mm.block_pin import find_largest_block_list, per_block_size_bytes
 
-            blocks = find_largest_block_list(found[1])
+            blocks = find_largest_block_list(denoiser[1])
             if blocks is not None:
-                each = per_block_size_bytes(blocks[1])
-                room = cell.cap - cell.activation_bytes - 2 * each
-                manager.set_block_pin_count(found[0], max(0, min(len(blocks[1]), room // each)))
+                block_bytes = per_block_size_bytes(blocks[1])
+                room = cell.cap - cell.activation_bytes - 2 * block_bytes
+                manager.set_block_pin_count(
+                    denoiser[0], max(0, min(len(blocks[1]), room // block_bytes))
+                )
         managed(pipeline, mm=manager, device=cell.device)
 
     return put

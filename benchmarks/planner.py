@@ -95,7 +95,8 @@ def _variants(component: ComponentNumbers, hardware: Hardware) -> Iterator[Varia
     for precision, share, needs, slower in PRECISIONS:
         sizes = tuple(int(share * nbytes) for nbytes in plain.block_bytes)
         total = sum(
-            len(of.blocks) * nbytes for of, nbytes in zip(component.groups, sizes, strict=True)
+            len(group.blocks) * nbytes
+            for group, nbytes in zip(component.groups, sizes, strict=True)
         )
         for backing_store in ("pinned", "pageable", "disk"):
             disk = backing_store == "disk"
@@ -127,7 +128,7 @@ def measured(problem: Problem) -> dict[str, Any]:
     )
     if solution is None:
         return {"feasible": False, "solve_seconds": seconds, "cpu_seconds": cpu_seconds}
-    found = simulate(solution.problem, solution.plan)
+    simulation = simulate(solution.problem, solution.plan)
     return {
         "feasible": True,
         "solve_seconds": seconds,
@@ -136,11 +137,11 @@ def measured(problem: Problem) -> dict[str, Any]:
         "proven": solution.proven_optimal,
         "regime": "cold" if problem.runs == 1 else f"session of {problem.runs}",
         "objective_seconds": round(solution.objective_seconds, 4),
-        "predicted_seconds": round(found.total_seconds, 4),
-        "moved_gib": round(found.total_moved_bytes / GIB, 3),
-        "peak_gib": round(found.peak_bytes / GIB, 3),
+        "predicted_seconds": round(simulation.total_seconds, 4),
+        "moved_gib": round(simulation.total_moved_bytes / GIB, 3),
+        "peak_gib": round(simulation.peak_bytes / GIB, 3),
         "variants": dict(solution.plan.variants),
-        "fixed_modes": compared(problem, solution.plan, found.total_seconds),
+        "fixed_modes": compared(problem, solution.plan, simulation.total_seconds),
         "by_layer": solution.problem is not problem,
     }
 
@@ -169,13 +170,13 @@ def graph_rows(name: str, runs: int) -> Iterator[dict[str, Any]]:
                     allow=allow,
                     runs=runs,
                 )
-                of = {
+                conditions = {
                     "vram_gib": vram,
                     "ram_gib": ram,
                     "allow": list(allow),
                     "variants_by_rule": problem is not base,
                 }
-                yield of | measured(extended)
+                yield conditions | measured(extended)
 
 
 def least_row(name: str) -> dict[str, Any]:
@@ -189,18 +190,22 @@ def least_row(name: str) -> dict[str, Any]:
         hardware="rtx4090",
     )
     busy = time.process_time()
-    least = smallest_budget(problem)
-    named, busy = time.process_time() - busy, time.process_time()
-    at, below = (
-        solved(replace(problem, budget_bytes=nbytes)) is not None for nbytes in (least, least - 1)
+    minimum = smallest_budget(problem)
+    minimum_seconds, busy = time.process_time() - busy, time.process_time()
+    has_plan, has_smaller_plan = (
+        solved(replace(problem, budget_bytes=nbytes)) is not None
+        for nbytes in (minimum, minimum - 1)
     )
-    both = time.process_time() - busy
-    seconds = {"cpu_seconds": round(named, 3), "cpu_seconds_to_plan_both": round(both, 3)}
+    plan_seconds = time.process_time() - busy
+    seconds = {
+        "cpu_seconds": round(minimum_seconds, 3),
+        "cpu_seconds_to_plan_both": round(plan_seconds, 3),
+    }
     return {
         "graph": name,
-        "smallest_budget_bytes": least,
-        "plans": at,
-        "a_byte_less_plans": below,
+        "smallest_budget_bytes": minimum,
+        "plans": has_plan,
+        "a_byte_less_plans": has_smaller_plan,
         **seconds,
     }
 
@@ -208,27 +213,28 @@ def least_row(name: str) -> dict[str, Any]:
 def random_problem(seed: int, components: int = 12, stages: int = 20) -> Problem:
     """A chain of stages that use one or two of the components each, in two precisions and three
     backing stores."""
-    from graphrun.profile.hardware import priors
+    from graphrun.profile.hardware import data_sheet_estimates
 
-    rng, card = random.Random(seed), priors()["rtx4090"]
-    made = tuple(_random_component(rng, number, card) for number in range(components))
+    rng, card = random.Random(seed), data_sheet_estimates()["rtx4090"]
+    component_numbers = tuple(_random_component(rng, number, card) for number in range(components))
     phases = []
     for stage in range(stages):
         uses = []
-        for used in rng.sample(made, rng.choice((1, 1, 1, 2))):
+        for component in rng.sample(component_numbers, rng.choice((1, 1, 1, 2))):
             calls = rng.choice((1, 1, 2, 20, 40))
-            each = tuple(
-                nbytes * rng.choice((0.5, 1, 2)) / 15e9 for nbytes in used.variants[0].block_bytes
+            block_seconds = tuple(
+                nbytes * rng.choice((0.5, 1, 2)) / 15e9
+                for nbytes in component.variants[0].block_bytes
             )
-            uses.append(Use(used.name, calls, (calls,) * len(used.groups), each))
+            uses.append(Use(component.name, calls, (calls,) * len(component.groups), block_seconds))
         activation = rng.choice((50, 200, 500, 1500)) * MIB
         phases.append(PhaseNumbers(f"s{stage}", 0, tuple(uses), 0, activation, activation))
     values = []
     for stage in range(stages - 1):
-        to = sorted(
+        consumer_numbers = sorted(
             rng.sample(range(stage + 1, stages), min(stages - 1 - stage, rng.choice((1, 1, 2))))
         )
-        consumers = tuple(f"s{later}" for later in to)
+        consumers = tuple(f"s{consumer}" for consumer in consumer_numbers)
         values.append(
             ValueNumbers(
                 f"v{stage}",
@@ -236,7 +242,7 @@ def random_problem(seed: int, components: int = 12, stages: int = 20) -> Problem
                 f"s{stage}",
                 consumers,
                 stage + 1,
-                to[-1],
+                consumer_numbers[-1],
             )
         )
     return Problem(
@@ -246,7 +252,7 @@ def random_problem(seed: int, components: int = 12, stages: int = 20) -> Problem
         card,
         12 * GIB,
         48 * GIB,
-        made,
+        component_numbers,
         tuple(phases),
         tuple(values),
         allow=("int8",),
@@ -275,10 +281,10 @@ def _random_component(rng: random.Random, number: int, card: Hardware) -> Compon
         sizes,
         sum(count * nbytes for _, count, nbytes in groups),
     )
-    one = ComponentNumbers(f"c{number}", plain.host_bytes // 2, blocks, (plain,))
+    base = ComponentNumbers(f"c{number}", plain.host_bytes // 2, blocks, (plain,))
     return replace(
-        one,
-        variants=tuple(variant for variant in _variants(one, card) if variant.precision != "nf4"),
+        base,
+        variants=tuple(variant for variant in _variants(base, card) if variant.precision != "nf4"),
     )
 
 
@@ -303,19 +309,20 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, write after every part, and say what came of it."""
-    wanted = sys.argv[1:] or [*GRAPHS, "sessions", "random", "least"]
+    part_names = sys.argv[1:] or [*GRAPHS, "sessions", "random", "least"]
     path = HERE / "results" / "planner.json"
     # parts that are not measured now stay
     result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     result |= {
         "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python "
+        f"{platform.python_version()}",
         "versions": {name: version(name) for name in ("highspy", "numpy")},
         "hardware": "rtx4090",
     }
-    graphs = [name for name in GRAPHS if name in wanted] or list(GRAPHS)
-    parts = [(name, name, 1) for name in graphs if name in wanted]
-    parts += [(f"{name}, session", name, 10) for name in graphs if "sessions" in wanted]
+    graphs = [name for name in GRAPHS if name in part_names] or list(GRAPHS)
+    parts = [(name, name, 1) for name in graphs if name in part_names]
+    parts += [(f"{name}, session", name, 10) for name in graphs if "sessions" in part_names]
     for title, name, runs in parts:
         if not (HERE.parent / "graphs" / f"{name}.yaml").exists():
             print(f"{title}: skipped, there is no graphs/{name}.yaml")
@@ -332,20 +339,20 @@ def main() -> None:
         "shapes",
         "pyramid-flow",
     )
-    every = sorted(
+    graph_names = sorted(
         path.stem for path in (HERE.parent / "graphs").glob("*.yaml") if "-tiny" not in path.stem
     )
-    found: list[dict[str, Any]] = []
-    for name in every if "least" in wanted else ():
+    minimum_rows: list[dict[str, Any]] = []
+    for name in graph_names if "least" in part_names else ():
         if name not in left_out:
-            found.append(least_row(name))
-            print(found[-1], flush=True)
+            minimum_rows.append(least_row(name))
+            print(minimum_rows[-1], flush=True)
             result["smallest budgets"] = {
-                "most_cpu_seconds": max(row["cpu_seconds"] for row in found),
-                "rows": found,
+                "most_cpu_seconds": max(row["cpu_seconds"] for row in minimum_rows),
+                "rows": minimum_rows,
             }
             path.write_text(json.dumps(result, indent=1) + "\n")
-    if "random" in wanted:
+    if "random" in part_names:
         rows = []
         for seed in range(10):
             rows.append({"seed": seed} | measured(random_problem(seed)))
@@ -356,19 +363,21 @@ def main() -> None:
 
 
 def _line(row: dict[str, Any]) -> str:
-    of = (
-        f"{row['vram_gib']} GiB, RAM {row['ram_gib']}, allow {' '.join(row['allow']) or 'nothing'}: "
+    title = (
+        f"{row['vram_gib']} GiB, RAM {row['ram_gib']}, allow "
+        f"{' '.join(row['allow']) or 'nothing'}: "
         if "vram_gib" in row
         else ""
     )
     if not row["feasible"]:
-        return f"{of}no plan ({row['solve_seconds']} s)"
+        return f"{title}no plan ({row['solve_seconds']} s)"
     modes = ", ".join(
         f"{name} x{mode['times_ours']}" if mode else f"{name} -"
         for name, mode in row["fixed_modes"].items()
     )
     return (
-        f"{of}{row['predicted_seconds']} s, {row['moved_gib']} GiB moved, gap {100 * row['gap']:.4f} %,"
+        f"{title}{row['predicted_seconds']} s, {row['moved_gib']} GiB moved, gap "
+        f"{100 * row['gap']:.4f} %,"
         f" solved in {row['solve_seconds']} s; {modes}"
     )
 

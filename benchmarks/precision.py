@@ -74,7 +74,7 @@ def in_precision(precision: str) -> Any:
                 attributes, value = vars(entry.tensor), nn.Parameter(value, requires_grad=False)
                 vars(value).update(attributes)
             for location in entry.locations:
-                location.put(value)
+                location.assign(value)
     return module
 
 
@@ -84,12 +84,12 @@ def variants(pipe: Any) -> dict[str, Callable[[list[Any]], list[np.ndarray]]]:
     from evaluate import pictures
 
     def quantized_pictures(precision: str) -> Callable[[list[Any]], list[np.ndarray]]:
-        other = copy.copy(pipe)
-        other.register_modules(transformer=in_precision(precision))
-        return lambda rows: pictures(other, rows, STEPS)
+        pipe_copy = copy.copy(pipe)
+        pipe_copy.register_modules(transformer=in_precision(precision))
+        return lambda rows: pictures(pipe_copy, rows, STEPS)
 
     def tiled(rows: list[Any]) -> list[np.ndarray]:
-        before = {
+        methods = {
             name: value
             for name, value in vars(pipe.vae).items()
             if name.startswith(("use_", "tile_"))
@@ -99,16 +99,16 @@ def variants(pipe: Any) -> dict[str, Callable[[list[Any]], list[np.ndarray]]]:
             TILE,
             TILE // pipe.vae_scale_factor,
         )
-        made = pictures(pipe, rows, STEPS)
-        vars(pipe.vae).update(before)
-        return made
+        images = pictures(pipe, rows, STEPS)
+        vars(pipe.vae).update(methods)
+        return images
 
     return {
         "bf16": lambda rows: pictures(pipe, rows, STEPS),
         **{name: quantized_pictures(name) for name in ("fp8", "int8", "nf4")},
         f"tiling ({TILE} pixels)": tiled,
         "split (one prompt a call)": lambda rows: [
-            made for row in rows for made in pictures(pipe, [row], STEPS)
+            image for row in rows for image in pictures(pipe, [row], STEPS)
         ],
         **{
             f"{steps} step{'s' * (steps > 1)}": lambda rows, steps=steps: pictures(
@@ -130,28 +130,28 @@ def measured(count: int | None) -> list[dict[str, Any]]:
     from scenes import held_out
 
     parts = {name: rows[:count] for name, rows in held_out().items() if name in ("one", "two")}
-    rows, found, first = (
+    rows, results, first = (
         [row for part in parts.values() for row in part],
         list[dict[str, Any]](),
         np.empty(0),
     )
     for name, make in variants(load(ROOT / "graphs" / "shapes")).items():
-        made = np.stack(make(rows)).astype(float)
-        first = first if found else made
+        images = np.stack(make(rows)).astype(float)
+        first = first if results else images
         right = [
             judge(scene, picture.astype(np.uint8))["all"]
-            for (scene, _), picture in zip(rows, made, strict=True)
+            for (scene, _), picture in zip(rows, images, strict=True)
         ]
-        errors, split = ((made - first) ** 2).mean((1, 2, 3)), len(parts["one"])
+        errors, split = ((images - first) ** 2).mean((1, 2, 3)), len(parts["one"])
         shares = {
             "one": sum(right[:split]) / split,
             "two": sum(right[split:]) / (len(right) - split),
         }
-        found.append(
+        results.append(
             {"name": name, **shares, "psnr": psnr(errors.mean()), "worst_psnr": psnr(errors.max())}
         )
-        print(json.dumps(found[-1]), flush=True)
-    return found
+        print(json.dumps(results[-1]), flush=True)
+    return results
 
 
 def psnr(error: float) -> float | None:
@@ -179,7 +179,8 @@ def table(results: dict[str, Any]) -> str:
         [
             *lines,
             "",
-            f"Made by `python benchmarks/precision.py` on {results['date']} with {versions}, on a CPU.",
+            f"Made by `python benchmarks/precision.py` on {results['date']} with "
+            f"{versions}, on a CPU.",
         ]
     )
 
@@ -197,7 +198,9 @@ def main() -> None:
     import bitsandbytes
     import diffusers
 
-    versions = {of.__name__: of.__version__ for of in (torch, diffusers, bitsandbytes)}
+    versions = {
+        library.__name__: library.__version__ for library in (torch, diffusers, bitsandbytes)
+    }
     results = {
         "date": date.today().isoformat(),
         "versions": versions,

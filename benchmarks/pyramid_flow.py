@@ -132,12 +132,12 @@ def made(folder: Path) -> Any:
     )
 
 
-def generate(model: Any, text: str = "a lighthouse at dusk", **more: Any) -> Any:
+def generate(model: Any, text: str = "a lighthouse at dusk", **options: Any) -> Any:
     """Its frames as bytes ``[frames, height, width, 3]``. Its noise comes from the generator and
     from torch's own, both seeded."""
     torch.manual_seed(1)
     steps = {"num_inference_steps": [2, 2, 2], "video_num_inference_steps": [1, 1, 1]}
-    arguments = {"height": 64, "width": 64, "temp": 3, **steps, **more}
+    arguments = {"height": 64, "width": 64, "temp": 3, **steps, **options}
     return np.stack(
         [
             np.asarray(i)
@@ -152,14 +152,14 @@ def animate(model: Any) -> Any:
     """The frames that it makes of a picture."""
     torch.manual_seed(1)
     picture = Image.fromarray(np.arange(64 * 64 * 3, dtype=np.uint8).reshape(64, 64, 3))
-    made = model.generate_i2v(
+    frames = model.generate_i2v(
         "a lighthouse",
         input_image=picture,
         temp=2,
         num_inference_steps=[1, 1, 1],
         generator=torch.Generator().manual_seed(0),
     )
-    return np.stack([np.asarray(frame) for frame in made])
+    return np.stack([np.asarray(frame) for frame in frames])
 
 
 def tiled(model: Any) -> Any:
@@ -192,27 +192,27 @@ def tiny(folder: Path) -> dict[str, Any]:
     """Each of `CALLS` under half of the weights' bytes, and what is said to each of `REFUSED`."""
     with quiet():
         write_tiny(folder)
-        attached = made(folder)
-    parts = {name: getattr(attached, name) for name in ("text_encoder", "dit", "vae")}
+        model = made(folder)
+    parts = {name: getattr(model, name) for name in ("text_encoder", "dit", "vae")}
     weights = sum(
         tensor.nbytes for part in parts.values() for tensor in (*part.parameters(), *part.buffers())
     )
-    device, rows, said = SimulatedDevice(Machine()), {}, {}
+    device, rows, messages = SimulatedDevice(Machine()), {}, {}
     entries = ["generate", "generate_i2v"]
     with graphrun.attach(
-        attached, components=parts, entries=entries, vram=int(SHARE * weights), device=device
+        model, components=parts, entries=entries, vram=int(SHARE * weights), device=device
     ) as attachment:
         for name, call in CALLS.items():
             with quiet():
-                around = autocast if name == "generate, autocast" else nullcontext
-                want = on_device(folder, call, around)
-                with around():
-                    got = call(attached)
+                context = autocast if name == "generate, autocast" else nullcontext
+                expected = on_device(folder, call, context)
+                with context():
+                    output = call(model)
             assert attachment.trace is not None
             assert attachment.solution is not None
             rows[name] = {
-                "equal": bool(np.array_equal(got, want)),
-                "frames": len(got),
+                "equal": bool(np.array_equal(output, expected)),
+                "frames": len(output),
                 "peak_mib": round(attachment.trace.peak_bytes / 2**20, 2),
                 "entries_planned_in_the_call": list(attachment.replans),
                 "plan": attachment.solution.problem.digest,
@@ -221,20 +221,20 @@ def tiny(folder: Path) -> dict[str, Any]:
         for name, call in REFUSED.items():
             try:
                 with quiet():
-                    call(attached)
-                said[name] = "not refused"
+                    call(model)
+                messages[name] = "not refused"
             except GraphrunError as error:
-                said[name] = str(error)
+                messages[name] = str(error)
     with quiet():
-        after = bool(np.array_equal(generate(attached), generate(made(folder))))
-    left = device.allocated_bytes
+        is_restored = bool(np.array_equal(generate(model), generate(made(folder))))
+    leftover_bytes = device.allocated_bytes
     return {
         "weights_mib": round(weights / 2**20, 2),
         "budget_mib": round(SHARE * weights / 2**20, 2),
         "calls": rows,
-        "refused": said,
-        "equal_after_detach": after,
-        "left_bytes": left,
+        "refused": messages,
+        "equal_after_detach": is_restored,
+        "left_bytes": leftover_bytes,
     }
 
 
@@ -244,11 +244,11 @@ def autocast() -> AbstractContextManager[Any]:
 
 
 def on_device(
-    folder: Path, call: Callable[[Any], Any], around: Callable[[], AbstractContextManager[Any]]
+    folder: Path, call: Callable[[Any], Any], context: Callable[[], AbstractContextManager[Any]]
 ) -> Any:
     """What ``call`` makes of a model that is entirely on the simulated accelerator."""
     model = made(folder)
-    with SimulatedDevice(Machine()).machine, around():
+    with SimulatedDevice(Machine()).machine, context():
         for part in (model.text_encoder, model.dit, model.vae):
             part.to("sim")
         return call(model)
@@ -257,8 +257,8 @@ def on_device(
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without what its code prints, but for errors."""
-    kept = io.StringIO()
-    with contextlib.redirect_stdout(kept), contextlib.redirect_stderr(kept):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         yield
 
 
@@ -278,20 +278,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--code", type=Path, required=True, metavar="FOLDER")
-    asked = parser.parse_args()
-    if not (asked.code / "pyramid_dit").is_dir():
-        parser.error(f"{asked.code} is no checkout of https://github.com/jy0205/Pyramid-Flow")
-    declared = import_from(asked.code.resolve())
+    options = parser.parse_args()
+    if not (options.code / "pyramid_dit").is_dir():
+        parser.error(f"{options.code} is no checkout of https://github.com/jy0205/Pyramid-Flow")
+    importer = import_from(options.code.resolve())
     torch.set_num_threads(1)
     commit = subprocess.run(
-        ["git", "-C", asked.code, "rev-parse", "--short", "HEAD"],
+        ["git", "-C", options.code, "rev-parse", "--short", "HEAD"],
         capture_output=True,
         text=True,
         check=False,
     )
     results: dict[str, Any] = {
         "date": str(datetime.date.today()),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread, Python {platform.python_version()}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread, Python "
+        f"{platform.python_version()}",
         "versions": {
             name: version(name)
             for name in ("torch", "diffusers", "transformers", "einops", "timm", "torchvision")
@@ -300,7 +301,7 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         results["tiny"] = tiny(Path(folder))
-    del declared
+    del importer
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 

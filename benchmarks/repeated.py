@@ -54,17 +54,17 @@ def many(count: int) -> dict[str, Any]:
     import graphrun
     from graphrun.verify.simulate import simulate
 
-    of = graph()
-    batch = graphrun.run_many(of, prompts(count), common=SMALL, **BUDGET)
+    pipeline_graph = graph()
+    batch = graphrun.run_many(pipeline_graph, prompts(count), common=SMALL, **BUDGET)
     schedule = batch.schedules[0]
-    solution = graphrun.plan(graphrun.estimate(of, inputs=SMALL, **BUDGET))
+    solution = graphrun.plan(graphrun.estimate(pipeline_graph, inputs=SMALL, **BUDGET))
     cold = simulate(solution.problem, solution.plan)
-    measured = [graphrun.run(solution, of, request) for request in prompts(2)]
-    same = all(
+    traces = [graphrun.run(solution, pipeline_graph, request) for request in prompts(2)]
+    is_equal = all(
         trace.outputs["image"].tobytes() == batch.outputs[number + 1]["image"].tobytes()
-        for number, trace in enumerate(measured)
+        for number, trace in enumerate(traces)
     )
-    offload = offloaded(of, min(count, 4))
+    offload = offloaded(pipeline_graph, min(count, 4))
     return {
         "prompts": count,
         "chosen": schedule.name,
@@ -76,7 +76,7 @@ def many(count: int) -> dict[str, Any]:
         "request by request, cold": {
             "predicted_seconds": count * cold.seconds,
             "predicted_bytes": count * cold.moved_bytes,
-            "measured_seconds_each": [trace.seconds for trace in measured],
+            "measured_seconds_each": [trace.seconds for trace in traces],
         },
         "diffusers' model offload": {
             "measured_prompts": offload["prompts"],
@@ -85,11 +85,11 @@ def many(count: int) -> dict[str, Any]:
             "peak_bytes": offload["peak_bytes"],
             "budget_bytes": solution.problem.budget_bytes,
         },
-        "pictures equal those of single runs": same,
+        "pictures equal those of single runs": is_equal,
     }
 
 
-def offloaded(of: Any, count: int) -> dict[str, Any]:
+def offloaded(pipeline_graph: Any, count: int) -> dict[str, Any]:
     """Seconds and bytes of a prompt under ``enable_model_cpu_offload`` on the same machine without
     a limit, after a first one."""
     import torch
@@ -100,8 +100,11 @@ def offloaded(of: Any, count: int) -> dict[str, Any]:
 
     from diffusers import FluxPipeline  # isort: skip
 
-    parts = {name: build(component, of) for name, component in of.components.items()}
-    parts |= {name: build_part(part, of) for name, part in of.parts.items()}
+    parts = {
+        name: build(component, pipeline_graph)
+        for name, component in pipeline_graph.components.items()
+    }
+    parts |= {name: build_part(part, pipeline_graph) for name, part in pipeline_graph.parts.items()}
     pipeline = FluxPipeline(**parts)
     pipeline.set_progress_bar_config(disable=True)
     rates = devices.hardware("sim")
@@ -146,11 +149,17 @@ def full_size(count: int) -> dict[str, Any]:
     from graphrun.batch.schedule import schedules
     from graphrun.verify.simulate import simulate
 
-    of = graphrun.load(ROOT / "graphs/flux-dev.yaml")
-    problem = graphrun.estimate(of, vram="12G", ram="64G", hardware="rtx4090")
+    pipeline_graph = graphrun.load(ROOT / "graphs/flux-dev.yaml")
+    problem = graphrun.estimate(pipeline_graph, vram="12G", ram="64G", hardware="rtx4090")
     solution = graphrun.plan(problem)
     cold = simulate(solution.problem, solution.plan)
-    found = schedules(of, problem, {stage.name: count for stage in of.stages}, count, graphrun.plan)
+    schedule_list = schedules(
+        pipeline_graph,
+        problem,
+        {stage.name: count for stage in pipeline_graph.stages},
+        count,
+        graphrun.plan,
+    )
     return {
         "prompts": count,
         "request by request, cold": {
@@ -162,9 +171,9 @@ def full_size(count: int) -> dict[str, Any]:
                 "predicted_seconds": schedule.seconds,
                 "predicted_bytes": schedule.moved_bytes,
             }
-            for schedule in found
+            for schedule in schedule_list
         },
-        "chosen": found[0].name,
+        "chosen": schedule_list[0].name,
     }
 
 
@@ -173,9 +182,9 @@ def session(runs: int) -> dict[str, Any]:
     what closing leaves."""
     import graphrun
 
-    with graphrun.Session(graph(), inputs=SMALL, runs=runs, **BUDGET) as held:
-        traces = held.map(prompts(runs))
-        left = held.close()
+    with graphrun.Session(graph(), inputs=SMALL, runs=runs, **BUDGET) as session_object:
+        traces = session_object.map(prompts(runs))
+        tiers = session_object.close()
     events = [
         [(e.kind, e.component, e.slot, e.detail, e.nbytes) for e in trace.events]
         for trace in traces
@@ -185,10 +194,10 @@ def session(runs: int) -> dict[str, Any]:
         "runs": runs,
         "first_seconds": seconds[0],
         "further_seconds": [min(seconds[1:]), max(seconds[1:])],
-        "same_actions": all(each == events[1] for each in events[1:]),
+        "same_actions": all(actions == events[1] for actions in events[1:]),
         "drift": (max(seconds[1:]) - min(seconds[1:])) / min(seconds[1:]),
         "same_peaks": len({trace.peak_bytes for trace in traces[1:]}) == 1,
-        "left_bytes_after_close": {tier.name: tier.left_bytes for tier in left},
+        "left_bytes_after_close": {tier.name: tier.left_bytes for tier in tiers},
     }
 
 
@@ -203,9 +212,9 @@ def repeated_prompts(times: int) -> dict[str, Any]:
         second = graphrun.run_many(graph(), requests, common=SMALL, cache=Path(cache), **BUDGET)
     with (
         tempfile.TemporaryDirectory() as cache,
-        graphrun.Session(graph(), inputs=SMALL, cache=Path(cache), **BUDGET) as held,
+        graphrun.Session(graph(), inputs=SMALL, cache=Path(cache), **BUDGET) as session_object,
     ):
-        traces = held.map(requests)
+        traces = session_object.map(requests)
     return {
         "requests": len(requests),
         "runs of a session that loaded encoders": sum(bool(encoders_in(trace)) for trace in traces),
@@ -242,7 +251,7 @@ def kills(count: int, seeds: tuple[int, ...]) -> dict[str, Any]:
     import graphrun
     from graphrun.report.outputs import save_outputs
 
-    of, requests = graph(), 8
+    pipeline_graph, requests = graph(), 8
     root = Path(tempfile.mkdtemp(prefix="graphrun-kills-"))
 
     def batch(name: str, requests: int) -> Any:
@@ -253,7 +262,7 @@ def kills(count: int, seeds: tuple[int, ...]) -> dict[str, Any]:
             return save_outputs(outputs, folder / f"{request.number:04d}.png")
 
         return graphrun.run_many(
-            of,
+            pipeline_graph,
             prompts(requests),
             common=SMALL,
             cache=root / "cache",
@@ -263,17 +272,17 @@ def kills(count: int, seeds: tuple[int, ...]) -> dict[str, Any]:
             **BUDGET,
         )
 
-    def killed_until_done(moments: random.Random, seconds: float, left: int) -> int:
-        """Kills of one batch, ``left`` at most."""
+    def killed_until_done(moments: random.Random, seconds: float, limit: int) -> int:
+        """Kills of one batch, ``limit`` at most."""
         for name in ("broken", "broken.state"):
             shutil.rmtree(root / name, ignore_errors=True)
-        for killed in range(left + 1):
+        for number in range(limit + 1):
             child = FORK.Process(target=lambda: batch("broken", requests))
             child.start()
-            child.join(moments.uniform(0.02, 0.4) * seconds if killed < left else None)
+            child.join(moments.uniform(0.02, 0.4) * seconds if number < limit else None)
             if child.exitcode is not None:
                 assert child.exitcode == 0, "the batch failed"
-                return killed
+                return number
             child.kill()
             child.join()
         raise AssertionError("the last one has no deadline")
@@ -283,29 +292,31 @@ def kills(count: int, seeds: tuple[int, ...]) -> dict[str, Any]:
         start = time.monotonic()
         batch("whole", requests)
         seconds = time.monotonic() - start
-        expected, found = digests(root / "whole"), []
+        expected, seed_results = digests(root / "whole"), []
         for seed in seeds:
-            moments, killed, rounds, wrong = random.Random(seed), 0, 0, list[str]()
-            while killed < count and not wrong:  # as many batches as it takes
-                killed, rounds = (
-                    killed + killed_until_done(moments, seconds, count - killed),
+            moments, kill_count, rounds, wrong = random.Random(seed), 0, 0, list[str]()
+            while kill_count < count and not wrong:  # as many batches as it takes
+                kill_count, rounds = (
+                    kill_count + killed_until_done(moments, seconds, count - kill_count),
                     rounds + 1,
                 )
-                made = digests(root / "broken")
+                results = digests(root / "broken")
                 wrong = sorted(
                     name
-                    for name in made.keys() | expected.keys()
-                    if made.get(name) != expected.get(name)
+                    for name in results.keys() | expected.keys()
+                    if results.get(name) != expected.get(name)
                 )
-            found.append({"seed": seed, "kills": killed, "batches": rounds, "unequal": wrong})
+            seed_results.append(
+                {"seed": seed, "kills": kill_count, "batches": rounds, "unequal": wrong}
+            )
         return {
-            "kills": sum(each["kills"] for each in found),
-            "batches": sum(each["batches"] for each in found),
+            "kills": sum(result["kills"] for result in seed_results),
+            "batches": sum(result["batches"] for result in seed_results),
             "requests": requests,
             "every request done once, equal to the uninterrupted run": not any(
-                each["unequal"] for each in found
+                result["unequal"] for result in seed_results
             ),
-            "seeds": found,
+            "seeds": seed_results,
         }
     finally:
         shutil.rmtree(root)
@@ -350,8 +361,10 @@ def two_on_one_cache(seconds: float, seed: int) -> dict[str, Any]:
                 counts["torn"] += 1
         (root / f"{name}.json").write_text(json.dumps(counts))
 
-    def same(one: Any, other: Any) -> bool:
-        return one["number"] == other["number"] and torch.equal(one["tensor"], other["tensor"])
+    def same(left_value: Any, right_value: Any) -> bool:
+        return left_value["number"] == right_value["number"] and torch.equal(
+            left_value["tensor"], right_value["tensor"]
+        )
 
     try:
         children = [FORK.Process(target=work, args=(name,)) for name in range(2)]
@@ -374,7 +387,7 @@ def two_on_one_cache(seconds: float, seed: int) -> dict[str, Any]:
             "counts": counts,
             "entries": len(entries),
             "damaged": len(damaged),
-            "lost": sum(each["puts"] for each in counts) - len(Index(root / "roomy").entries()),
+            "lost": sum(count["puts"] for count in counts) - len(Index(root / "roomy").entries()),
         }
     finally:
         shutil.rmtree(root)
@@ -408,7 +421,8 @@ def main() -> None:
     }
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python "
+        f"{platform.python_version()}",
         "versions": {
             name: version(name) for name in ("torch", "diffusers", "transformers", "highspy")
         },

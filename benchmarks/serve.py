@@ -52,18 +52,18 @@ def plain(cap_bytes: int) -> None:
     from peers_cell import Subject
     from peers_machine import Sim
 
-    subject, on, lock, app = (
+    subject, instrument_sim, lock, app = (
         Subject("flux", "sim", STEPS),
         Sim(cap_bytes),
         threading.Lock(),
         FastAPI(),
     )
     pipeline = subject.pipeline()
-    pipeline.enable_model_cpu_offload(device=on.device)
+    pipeline.enable_model_cpu_offload(device=instrument_sim.device)
 
     @app.get("/metrics")
     def metrics() -> Response:
-        return Response(f"graphrun_clock_seconds {on.seconds()}\n")
+        return Response(f"graphrun_clock_seconds {instrument_sim.seconds()}\n")
 
     @app.post("/v1/images/generations")
     def generations(body: dict[str, Any]) -> Response:
@@ -72,8 +72,8 @@ def plain(cap_bytes: int) -> None:
             "num_inference_steps": body["steps"],
             "max_sequence_length": body["max_sequence_length"],
         }
-        with lock, on.open(), torch.no_grad():
-            on.reset_peak()
+        with lock, instrument_sim.open(), torch.no_grad():
+            instrument_sim.reset_peak()
             try:
                 generator = torch.Generator().manual_seed(body["seed"])
                 pipeline(
@@ -82,7 +82,7 @@ def plain(cap_bytes: int) -> None:
             except torch.OutOfMemoryError:
                 pipeline.maybe_free_model_hooks()
                 return Response(status_code=500)
-            return Response(json.dumps({"peak_bytes": on.peak_bytes()}))
+            return Response(json.dumps({"peak_bytes": instrument_sim.peak_bytes()}))
 
     config = uvicorn.Config(app, port=0, log_level="error")
     sockets = [config.bind_socket()]
@@ -93,7 +93,7 @@ def plain(cap_bytes: int) -> None:
 @contextlib.contextmanager
 def started(name: str, cap_bytes: int, folder: Path) -> Iterator[str]:
     """The server ``name``, and its address."""
-    own = [
+    graphrun_arguments = [
         str(ROOT / f"graphs/{MODEL}.yaml"),
         "--device",
         "sim",
@@ -110,7 +110,7 @@ def started(name: str, cap_bytes: int, folder: Path) -> Iterator[str]:
             "-m",
             "graphrun",
             "serve",
-            *own,
+            *graphrun_arguments,
             "--reuse",
             "none",
             "--queue",
@@ -124,10 +124,10 @@ def started(name: str, cap_bytes: int, folder: Path) -> Iterator[str]:
             command, stderr=err, stdout=err, env={**os.environ, "OMP_NUM_THREADS": "1"}
         )
     try:
-        while not (found := re.search(r"on (http://\S+)", log.read_text())):
+        while not (match := re.search(r"on (http://\S+)", log.read_text())):
             assert process.poll() is None, log.read_text()
             time.sleep(0.2)
-        yield found[1]
+        yield match[1]
     finally:
         process.terminate()
         process.wait()
@@ -168,10 +168,10 @@ def asked(address: str, requests: int) -> dict[str, Any]:
 
     while client.get("/readyz").status_code == 503:
         time.sleep(0.5)
-    before = clock()
+    start_seconds = clock()
     with ThreadPoolExecutor(CLIENTS) as pool:
         answers = list(pool.map(ask, range(requests)))
-    seconds = clock() - before
+    seconds = clock() - start_seconds
     served = sum(status == 200 for _, status, _ in answers)
     return {
         "requests": requests,
@@ -201,9 +201,10 @@ def main() -> None:
         return
     from graphrun.units import parse_size
 
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
-        "command": f"benchmarks/serve.py --requests {options.requests} --caps {' '.join(options.caps)}",
+        "command": f"benchmarks/serve.py --requests {options.requests} --caps "
+        f"{' '.join(options.caps)}",
         "versions": {
             name: version(name) for name in ("torch", "diffusers", "transformers", "fastapi")
         },
@@ -212,12 +213,12 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         for cap in options.caps:
-            found[cap] = {}
+            results[cap] = {}
             for name in ("graphrun", "plain"):
                 with started(name, parse_size(cap), Path(folder)) as address:
-                    found[cap][name] = asked(address, options.requests)
-                print(cap, name, json.dumps(found[cap][name]), flush=True)
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
+                    results[cap][name] = asked(address, options.requests)
+                print(cap, name, json.dumps(results[cap][name]), flush=True)
+    options.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

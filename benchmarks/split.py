@@ -78,8 +78,8 @@ def planned(problem: Problem) -> dict[str, Any] | None:
         solution = graphrun.plan(problem)
     except graphrun.Infeasible:
         return None
-    seconds, of = time.process_time() - start, solution.simulation
-    denoising = [slot for slot in of.again if slot.phase.endswith(":transformer")]
+    seconds, simulation = time.process_time() - start, solution.simulation
+    denoising = [slot for slot in simulation.further_slots if slot.phase.endswith(":transformer")]
     calls = sum(
         use.calls
         for phase in solution.chosen.phases
@@ -91,18 +91,20 @@ def planned(problem: Problem) -> dict[str, Any] | None:
         for name, secondary, blocks in solution.plan.splits
     ]
     return {
-        "first_seconds": round(of.seconds, 2),
-        "further_seconds": round(of.again_seconds, 2),
+        "first_seconds": round(simulation.seconds, 2),
+        "further_seconds": round(simulation.further_seconds, 2),
         "streamed_gib_per_call": round(
-            sum(slot.streamed_bytes for slot in of.again) / calls / 2**30, 3
+            sum(slot.streamed_bytes for slot in simulation.further_slots) / calls / 2**30, 3
         ),
         "transformer_gib_per_call": round(
             sum(slot.streamed_bytes for slot in denoising) / calls / 2**30, 3
         ),
-        "peak_gib": round(max(slot.peak_bytes for slot in of.again) / 2**30, 2),
+        "peak_gib": round(max(slot.peak_bytes for slot in simulation.further_slots) / 2**30, 2),
         "secondary_peak_gib": [
-            round(max(of) / 2**30, 2)
-            for of in zip(*(slot.secondary_peaks for slot in of.again), strict=True)
+            round(max(peaks) / 2**30, 2)
+            for peaks in zip(
+                *(slot.secondary_peaks for slot in simulation.further_slots), strict=True
+            )
         ],
         "bound_seconds": round(solution.bound_seconds, 2),
         "gap": round(solution.gap, 4),
@@ -120,48 +122,67 @@ def seconds_with(problem: Problem, paths: list[str]) -> dict[str, float] | None:
     """Seconds of the best choice with the blocks ``paths`` of the transformer on the second card;
     None where that cannot be."""
     groups = problem.component("transformer").groups
-    moved = [
-        (of.name, tuple(i for i, path in enumerate(of.blocks) if path in paths)) for of in groups
+    group_splits = [
+        (group.name, tuple(i for i, path in enumerate(group.blocks) if path in paths))
+        for group in groups
     ]
     try:
         program = program_of(
-            with_splits(problem, [("transformer", 1, tuple(each for each in moved if each[1]))])
+            with_splits(
+                problem,
+                [
+                    (
+                        "transformer",
+                        1,
+                        tuple(group_split for group_split in group_splits if group_split[1]),
+                    )
+                ],
+            )
         )
     except PlanError:
         return None
     if (answer := choose([Formulation(program)])) is None:
         return None
     seconds = answer.program.slot_seconds(answer.choice)
-    first, further = seconds[: program.run_length], seconds[program.run_length :]
-    return {"first_seconds": round(sum(first), 2), "further_seconds": round(sum(further), 2)}
+    first, further_seconds = seconds[: program.run_length], seconds[program.run_length :]
+    return {
+        "first_seconds": round(sum(first), 2),
+        "further_seconds": round(sum(further_seconds), 2),
+    }
 
 
 def balanced(graph: Graph, problem: Problem) -> list[str]:
     """Paths of the blocks of the transformer that accelerate puts on the second card, with memory
     for activation left free."""
-    (phase,) = (of for of in problem.phases if of.uses and of.uses[0].component == "transformer")
-    working = max(phase.first_bytes, phase.steady_bytes) + phase.input_bytes
+    (phase,) = (
+        candidate
+        for candidate in problem.phases
+        if candidate.uses and candidate.uses[0].component == "transformer"
+    )
+    working_bytes = max(phase.first_bytes, phase.steady_bytes) + phase.input_bytes
     budgets = {
-        0: problem.effective_bytes - working,
-        1: problem.secondaries[0].effective_bytes - working,
+        0: problem.effective_bytes - working_bytes,
+        1: problem.secondaries[0].effective_bytes - working_bytes,
         "cpu": 1 << 40,
     }
-    modeling.get_max_memory = lambda given: given  # it leaves out cards that this machine lacks
+    modeling.get_max_memory = lambda limits_dict: (
+        limits_dict
+    )  # it leaves out cards that this machine lacks
     module = meta_module(graph.component("transformer"), graph.trust)
     whole = list(module._no_split_modules or ())
     limits = get_balanced_memory(module, budgets, no_split_module_classes=whole)
-    found = infer_auto_device_map(module, limits, no_split_module_classes=whole)
-    return [path for path, device in found.items() if device == 1]
+    device_map = infer_auto_device_map(module, limits, no_split_module_classes=whole)
+    return [path for path, device in device_map.items() if device == 1]
 
 
 def main() -> None:
     path, rows = HERE / "results" / "split.json", []
     names = sys.argv[1:]
-    made = {
+    versions = {
         "command": " ".join(["python benchmarks/split.py", *names]),
         "date": datetime.date.today().isoformat(),
     }
-    made |= {name: version(name) for name in ("torch", "diffusers", "accelerate", "highspy")}
+    versions |= {name: version(name) for name in ("torch", "diffusers", "accelerate", "highspy")}
     for name, inputs, vram, hardware in CASES:
         if names and name not in names:
             continue
@@ -169,7 +190,7 @@ def main() -> None:
         problem = graphrun.estimate(
             graph, vram=vram, ram=RAM, hardware=hardware, runs=RUNS, inputs=inputs
         )
-        kept = graphrun.estimate(
+        resident_problem = graphrun.estimate(
             graph,
             vram=vram,
             ram=RAM,
@@ -178,20 +199,27 @@ def main() -> None:
             inputs=inputs,
             keep=["transformer"],
         )
-        alone = graphrun.estimate(
+        single_problem = graphrun.estimate(
             graph, vram=vram[0], ram=RAM, hardware=hardware[0], runs=RUNS, inputs=inputs
         )
         blocks = [
-            path for of in problem.component("transformer").groups for path in of.blocks if path
+            path
+            for group in problem.component("transformer").groups
+            for path in group.blocks
+            if path
         ]
         row: dict[str, Any] = {"graph": name, "inputs": inputs, "vram": vram, "hardware": hardware}
-        row |= {"two": planned(problem), "alone": planned(alone), "keep": planned(kept)}
+        row |= {
+            "two": planned(problem),
+            "alone": planned(single_problem),
+            "keep": planned(resident_problem),
+        }
         row["halves"] = seconds_with(problem, blocks[len(blocks) // 2 :])
         row["balanced"] = seconds_with(problem, balanced(graph, problem))
         rows.append(row)
         print(json.dumps(row), flush=True)
         path.write_text(
-            json.dumps(made | {"ram": RAM, "runs": RUNS, "rows": rows}, indent=1) + "\n",
+            json.dumps(versions | {"ram": RAM, "runs": RUNS, "rows": rows}, indent=1) + "\n",
             encoding="utf-8",
         )
 

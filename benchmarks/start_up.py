@@ -52,14 +52,14 @@ def measure(cache: str, vram: str) -> dict[str, float]:
     process = subprocess.Popen(
         arguments, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    _, status, used = os.wait4(process.pid, 0)
+    _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"graphrun plan failed with exit code {process.returncode}")
     return {
         "wall_seconds": time.perf_counter() - start,
-        "processor_seconds": used.ru_utime + used.ru_stime,
-        "peak_rss_mib": used.ru_maxrss / 1024,
+        "processor_seconds": usage.ru_utime + usage.ru_stime,
+        "peak_rss_mib": usage.ru_maxrss / 1024,
     }
 
 
@@ -77,17 +77,18 @@ def summary(runs: list[dict[str, float]]) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, write, and say where."""
-    found: dict[str, list[dict[str, float]]] = {"cold": [], "traced": [], "warm": []}
+    runs_by_state: dict[str, list[dict[str, float]]] = {"cold": [], "traced": [], "warm": []}
     load_before = os.getloadavg()
     for number in range(RUNS):
         with tempfile.TemporaryDirectory() as cache:
-            found["cold"].append(measure(cache, "8G"))
-            found["traced"].append(measure(cache, f"{9 + number}G"))
-            found["warm"] += [measure(cache, "8G") for _ in range(2)]
+            runs_by_state["cold"].append(measure(cache, "8G"))
+            runs_by_state["traced"].append(measure(cache, f"{9 + number}G"))
+            runs_by_state["warm"] += [measure(cache, "8G") for _ in range(2)]
     result = {
         "command": "graphrun plan graphs/flux-dev.yaml --vram 8G --ram 64G --hardware rtx4090",
         "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python "
+        f"{platform.python_version()}",
         "versions": {
             name: version(name) for name in ("torch", "diffusers", "transformers", "highspy")
         },
@@ -95,7 +96,7 @@ def main() -> None:
             "before": [round(x, 2) for x in load_before],
             "after": [round(x, 2) for x in os.getloadavg()],
         },
-        **{name: summary(runs) for name, runs in found.items()},
+        **{name: summary(runs) for name, runs in runs_by_state.items()},
     }
     path = ROOT / "benchmarks/results/start_up.json"
     path.write_text(json.dumps(result, indent=1) + "\n")

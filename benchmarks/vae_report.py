@@ -22,23 +22,23 @@ import graphrun
 from graphrun.model.allocator import Allocator, Counting, Native
 from graphrun.modules.build import meta_module
 from graphrun.profile.recorder import FusedAttention, Recorder
-from graphrun.profile.recording import Event
+from graphrun.profile.recording import MemoryEvent
 
 ROOT = Path(__file__).parent.parent
 
 
-def trace(module: nn.Module, call: Callable[..., Any], *inputs: torch.Tensor) -> list[Event]:
+def trace(module: nn.Module, call: Callable[..., Any], *inputs: torch.Tensor) -> list[MemoryEvent]:
     """Every allocation of one call, released at the end."""
     recorder = Recorder(module, ())
     recorder.ignore(inputs)
     with torch.no_grad(), FusedAttention(recorder), recorder:
-        out = call(*inputs)
-    del out
+        result = call(*inputs)
+    del result
     recorder.close()
     return recorder.record.events
 
 
-def replay(events: Sequence[Event], allocator: Allocator) -> int:
+def replay(events: Sequence[MemoryEvent], allocator: Allocator) -> int:
     """The most that ``allocator`` used while ``events`` happened, all of it released again."""
     peak = allocator.used_bytes
     for event in events:
@@ -67,14 +67,14 @@ class FluxAE(nn.Module):
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """Pictures ``[b 3 h w]`` to a sample of latents ``[b c h/8 w/8]``."""
         encoder = self.vae.encoder
-        kept = [encoder.conv_in(x)]
+        skips = [encoder.conv_in(x)]
         for block in encoder.down_blocks:
             for resnet in block.resnets:
-                h = self.resnet(resnet, kept[-1])
-                kept.append(h)
+                h = self.resnet(resnet, skips[-1])
+                skips.append(h)
             if block.downsamplers:
-                kept.append(self.downsample(block.downsamplers[0], kept[-1]))
-        h = kept[-1]
+                skips.append(self.downsample(block.downsamplers[0], skips[-1]))
+        h = skips[-1]
         h = self.resnet(encoder.mid_block.resnets[0], h)
         h = encoder.mid_block.attentions[0](h)
         h = self.resnet(encoder.mid_block.resnets[1], h)
@@ -132,7 +132,7 @@ def vae(name: str, dtype: str) -> Any:
 
 
 @cache
-def events_of(model: str, mode: str, pixels: int, dtype: str, tile: int = 0) -> list[Event]:
+def events_of(model: str, mode: str, pixels: int, dtype: str, tile: int = 0) -> list[MemoryEvent]:
     """What one encode or decode of a square picture allocates. SD 1.5's VAE has SDXL's
     configuration."""
     flux = model.startswith("FLUX")
@@ -187,5 +187,5 @@ def reserved_bytes(model: str, mode: str, pixels: int, dtype: str) -> int:
     )
     for key, nbytes in zip((10**9, 10**9 + 1), (picture, latents), strict=True):
         allocator.allocate(key, nbytes)
-    before = allocator.used_bytes
-    return replay(events_of(model, mode, pixels, dtype), allocator) - before
+    start_bytes = allocator.used_bytes
+    return replay(events_of(model, mode, pixels, dtype), allocator) - start_bytes

@@ -22,10 +22,10 @@ from vae_report import replay
 from graphrun.graph.graph import Component
 from graphrun.model.allocator import ROUND_BYTES, Counting
 from graphrun.modules.build import meta_module
-from graphrun.profile.precision import requantized
+from graphrun.profile.precision import with_quantization_scratch
 from graphrun.profile.quantized import quantized_shapes, weights_by_precision
 from graphrun.profile.recorder import FusedAttention, Recorder
-from graphrun.profile.recording import Call, Event
+from graphrun.profile.recording import Call, MemoryEvent
 from graphrun.sim import register
 from graphrun.units import GIB, KIB, MIB, round_up
 
@@ -99,17 +99,17 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def call_of(name: str, tiled: bool = False) -> Call:
     """One call of a component as its pipeline makes it for 512 x 768 and 121 frames, with 128
     tokens of text."""
-    of, inputs = module(name), _inputs(name)
+    component, inputs = module(name), _inputs(name)
     if name == "hunyuan vae":
-        (of.enable_tiling if tiled else of.disable_tiling)()
-    entry = of.decode if name.endswith("vae") else of
-    recorder = Recorder(of, ())
+        (component.enable_tiling if tiled else component.disable_tiling)()
+    entry = component.decode if name.endswith("vae") else component
+    recorder = Recorder(component, ())
     recorder.ignore(
         tensor for tensor in (*inputs[0], *inputs[1].values()) if isinstance(tensor, torch.Tensor)
     )
     with torch.no_grad(), FusedAttention(recorder), recorder:
-        out = entry(*inputs[0], **inputs[1])
-    del out
+        result = entry(*inputs[0], **inputs[1])
+    del result
     recorder.close()
     return recorder.record
 
@@ -118,11 +118,11 @@ def _inputs(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     text = {"encoder_hidden_states": empty(1, 128, 4096), "timestep": empty(1)}
     mask = {"encoder_attention_mask": empty(1, 128)}
     # with and without the prompt
-    two = {
+    text_inputs = {
         "encoder_hidden_states": empty(2, 128, 4096),
         "timestep": empty(2),
     }
-    found: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    inputs_by_name: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         "llama": (
             (),
             {"input_ids": empty(1, 128 + 95, dtype=torch.long), "output_hidden_states": True},
@@ -135,7 +135,7 @@ def _inputs(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         "ltx": (
             (empty(2, 6144, 128),),
             {
-                **two,
+                **text_inputs,
                 "encoder_attention_mask": empty(2, 128),
                 "num_frames": 16,
                 "height": 16,
@@ -145,10 +145,10 @@ def _inputs(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         "ltx vae": ((empty(1, 128, 16, 16, 24),), {"return_dict": False}),
         "cogvideox vae": ((empty(1, 16, 31, 64, 96),), {"return_dict": False}),
     }
-    return found[name]
+    return inputs_by_name[name]
 
 
-def peak(events: Sequence[Event]) -> int:
+def peak(events: Sequence[MemoryEvent]) -> int:
     """The most that a call takes beside weights and inputs."""
     return replay(events, Counting())
 
@@ -156,7 +156,11 @@ def peak(events: Sequence[Event]) -> int:
 def activation(name: str, precision: str = "bfloat16", tiled: bool = False) -> int:
     """The most that a call of a component takes with its weights in ``precision``."""
     call = call_of(name, tiled)
-    return peak(requantized(call, quantized_shapes(module(name), "bfloat16"), precision).events)
+    return peak(
+        with_quantization_scratch(
+            call, quantized_shapes(module(name), "bfloat16"), precision
+        ).events
+    )
 
 
 @cache
@@ -191,7 +195,7 @@ def hunyuan_bytes(row: dict[str, str], share: float) -> int:
     precision, tiled = row["precision"], row["tiling"] == "yes"
     encoders = weights("llama")["bfloat16"] + weights("clip")["bfloat16"]
     transformer, vae = weights("hunyuan")[precision], weights("hunyuan vae")["bfloat16"]
-    grown = outliers_bytes(share) if precision == "int8" else 0
+    outlier_bytes = outliers_bytes(share) if precision == "int8" else 0
     encode, denoise = activation("llama"), activation("hunyuan", precision)
     decode = activation("hunyuan vae", tiled=tiled)
     if row["offload"] == "none":
@@ -199,14 +203,14 @@ def hunyuan_bytes(row: dict[str, str], share: float) -> int:
             encoders
             + transformer
             + vae
-            + max(encode, grown + max(denoise, decode))
+            + max(encode, outlier_bytes + max(denoise, decode))
             + WORKSPACE_BYTES
         )
     pinned = transformer if precision == "int8" else 0
     phases = (
         pinned + weights("llama")["bfloat16"] + encode,
-        transformer + grown + denoise,
-        pinned + grown + vae + decode,
+        transformer + outlier_bytes + denoise,
+        pinned + outlier_bytes + vae + decode,
     )
     return max(phases) + WORKSPACE_BYTES
 
@@ -243,16 +247,16 @@ def rows() -> Iterator[dict[str, Any]]:
             "error_percent": round(100 * (plain / peak_gib - 1), 2),
         }
         if row["precision"] == "int8":
-            grown = bytes_of(row, share) / GIB
+            predicted_gib = bytes_of(row, share) / GIB
             result["with_outliers"] = {
                 "share_percent": round(100 * share, 2),
                 "fitted": row is fitted,
-                "predicted": round(grown, 3),
-                "error_percent": round(100 * (grown / peak_gib - 1), 2),
+                "predicted": round(predicted_gib, 3),
+                "error_percent": round(100 * (predicted_gib / peak_gib - 1), 2),
             }
         yield result
 
 
 if __name__ == "__main__":
-    for found in rows():
-        print(*found.values(), flush=True)
+    for row in rows():
+        print(*row.values(), flush=True)

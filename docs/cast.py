@@ -128,8 +128,8 @@ def drawn(line: Line) -> str:
         color = next(
             (
                 COLOURS[code]
-                for joined in codes
-                for code in (joined, *joined.split(";"))
+                for code_group in codes
+                for code in (code_group, *code_group.split(";"))
                 if code in COLOURS
             ),
             "",
@@ -139,7 +139,8 @@ def drawn(line: Line) -> str:
         look += ' opacity=".6"' * any(code.split(";")[0] == "2" for code in codes)
         if text.strip():
             spans.append(
-                f'<tspan x="{column * X:.1f}" textLength="{len(text) * X:.1f}"{look}>{escape(text)}</tspan>'
+                f'<tspan x="{column * X:.1f}" '
+                f'textLength="{len(text) * X:.1f}"{look}>{escape(text)}</tspan>'
             )
         column += len(text)
     return "".join(spans)
@@ -151,25 +152,33 @@ def svg(states: list[tuple[tuple[Line, ...], float]]) -> str:
     width, height = round(COLUMNS * X + 2 * PAD), ROWS * Y + 2 * PAD
     lines = {
         line: number
-        for number, line in enumerate(dict.fromkeys(line for shown, _ in states for line in shown))
+        for number, line in enumerate(
+            dict.fromkeys(line for screen_lines, _ in states for line in screen_lines)
+        )
     }
-    total, now, steps, film = sum(seconds for _, seconds in states), 0.0, [], []
-    for number, (shown, seconds) in enumerate(states):
-        steps.append(f"{100 * now / total:.3f}% {{ transform: translateY({-number * height}px) }}")
+    total, clock_seconds, steps, film = sum(seconds for _, seconds in states), 0.0, [], []
+    for number, (screen_lines, seconds) in enumerate(states):
+        steps.append(
+            f"{100 * clock_seconds / total:.3f}% {{ transform: translateY({-number * height}px) }}"
+        )
         uses = "".join(
-            f'<use href="#l{lines[line]}" y="{n * Y}"/>' for n, line in enumerate(shown) if line
+            f'<use href="#l{lines[line]}" y="{n * Y}"/>'
+            for n, line in enumerate(screen_lines)
+            if line
         )
         film.append(f'<g transform="translate({PAD} {number * height + PAD + Y - 5})">{uses}</g>')
-        now += seconds
+        clock_seconds += seconds
     texts = "\n".join(
         f'<text id="l{number}">{drawn(line)}</text>' for line, number in lines.items() if line
     )
     style = f"""
-text {{ font: 14px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #e6edf3; white-space: pre }}
+text {{ font: 14px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #e6edf3; \
+white-space: pre }}
 .film {{ animation: film {total:.1f}s step-end infinite }}
 @keyframes film {{ {" ".join(steps)} }}
 """
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" \
+width="{width}" role="img">
 <style>{style}</style>
 <defs>{texts}</defs>
 <rect width="{width}" height="{height}" rx="8" fill="#0d1117"/>
@@ -186,9 +195,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache:
         os.environ |= {"XDG_CACHE_HOME": cache, "TERM": "xterm-256color"}
         states: list[tuple[tuple[Line, ...], float]] = []
-        for shown, seconds in frames():
-            if not states or states[-1][0] != shown or seconds == READ_SECONDS:
-                states.append((shown, seconds))
+        for screen_lines, seconds in frames():
+            if not states or states[-1][0] != screen_lines or seconds == READ_SECONDS:
+                states.append((screen_lines, seconds))
     Path("docs/cast.svg").write_text(svg(states))
     print(f"wrote docs/cast.svg: {len(states)} frames")
 

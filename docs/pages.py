@@ -81,12 +81,15 @@ def markdown(text: str) -> str:
 def type_of(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> str:
     """The type of a key in words."""
     if "$ref" in schema:
-        return f"a [{title(schema['$ref'].rpartition('/')[2])}](#{title(schema['$ref'].rpartition('/')[2]).replace(' ', '-')})"
+        return (
+            f"a [{title(schema['$ref'].rpartition('/')[2])}](#"
+            f"{title(schema['$ref'].rpartition('/')[2]).replace(' ', '-')})"
+        )
     if "enum" in schema or "const" in schema:
         return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     if "anyOf" in schema:
         kinds = dict.fromkeys(
-            type_of(each, defs) for each in schema["anyOf"] if each.get("type") != "null"
+            type_of(option, defs) for option in schema["anyOf"] if option.get("type") != "null"
         )
         plain = [kind for kind in ("text", "bool", "int", "number") if kind in kinds]
         return " or ".join(
@@ -97,15 +100,15 @@ def type_of(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> str:
         case "array":
             return f"list of {type_of(schema['items'], defs)}"
         case "object":
-            of = next(iter(schema.get("patternProperties", {}).values()), None)
-            return f"names, each with {type_of(of, defs)}" if of else "mapping"
+            pattern = next(iter(schema.get("patternProperties", {}).values()), None)
+            return f"names, each with {type_of(pattern, defs)}" if pattern else "mapping"
         case None:
             return "anything"
         case kind:
-            least = f" > {schema['exclusiveMinimum']}" if "exclusiveMinimum" in schema else ""
+            minimum = f" > {schema['exclusiveMinimum']}" if "exclusiveMinimum" in schema else ""
             return {"string": "text", "integer": "int", "number": "number", "boolean": "bool"}[
                 kind
-            ] + least
+            ] + minimum
 
 
 def title(name: str) -> str:
@@ -117,14 +120,14 @@ def keys(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> Iterator[tuple[s
     required = schema.get("required", ())
     for key, value in schema["properties"].items():
         default = value.get("default")
-        what = (
+        default_text = (
             "required"
             if key in required
             else ""
             if default in (None, [], {})
             else f"`{json.dumps(default)}`"
         )
-        yield f"`{key}`", type_of(value, defs), what, value["description"]
+        yield f"`{key}`", type_of(value, defs), default_text, value["description"]
 
 
 def graph_file() -> str:
@@ -132,9 +135,12 @@ def graph_file() -> str:
     defs = whole["$defs"]
     text = f"""# Graph file
 
-{MADE}A graph is a YAML file: what a run may be given (`inputs`), modules with weights (`components`), what has none (`parts`), and
-the `stages` whose references make the DAG. `graphrun schema` prints this page as a JSON Schema; an editor with a YAML language
-server completes and checks by it, as the first line of each file of graphrun's own says. Unknown keys are refused with their line.
+{MADE}A graph is a YAML file: what a run may be given (`inputs`), modules with weights \
+(`components`), what has none (`parts`), and
+the `stages` whose references make the DAG. `graphrun schema` prints this page as a JSON Schema; \
+an editor with a YAML language
+server completes and checks by it, as the first line of each file of graphrun's own says. Unknown \
+keys are refused with their line.
 [Write a graph](howto/write-a-graph.md) goes through one.
 
 ## graph
@@ -153,27 +159,38 @@ server completes and checks by it, as the first line of each file of graphrun's 
     )
     assert set(order) == set(defs)
     for name in order:
-        of = defs[name]
-        text += f"## {title(name)}\n\n{markdown(of['description'])}\n\n{table('key | type | default | meaning', keys(of, defs))}\n"
+        definition = defs[name]
+        text += (
+            f"## {title(name)}\n\n{markdown(definition['description'])}"
+            f"\n\n{table('key | type | default | meaning', keys(definition, defs))}\n"
+        )
     return (
         text
         + f"""## ops
 
-Arguments with their kinds; those in bold are required. `call` and `block` take and return more: what the pipeline's class does.
-`depth` needs a component `depth_estimator` and a part `depth_processor` ([an example](howto/adapters.md#controlnet)).
+Arguments with their kinds; those in bold are required. `call` and `block` take and return more: \
+what the pipeline's class does.
+`depth` needs a component `depth_estimator` and a part `depth_processor` ([an \
+example](howto/adapters.md#controlnet)).
 
 {table("op | arguments | outputs | options", ops())}
-An option is an alternative way to run a stage. `slicing` changes no output; the others need `--allow`.
+An option is an alternative way to run a stage. `slicing` changes no output; the others need \
+`--allow`.
 """
     )
 
 
 def ops() -> Iterator[tuple[str, ...]]:
-    for name, of in OPERATIONS.items():
-        arguments = [f"**{key}** {kind}" for key, kind in of.required.items()] + [
-            f"{key} {kind}" for key, kind in of.optional.items()
+    for name, operation in OPERATIONS.items():
+        arguments = [f"**{key}** {kind}" for key, kind in operation.required.items()] + [
+            f"{key} {kind}" for key, kind in operation.optional.items()
         ]
-        yield f"`{name}`", ", ".join(arguments), ", ".join(of.outputs), ", ".join(of.options) or "-"
+        yield (
+            f"`{name}`",
+            ", ".join(arguments),
+            ", ".join(operation.outputs),
+            ", ".join(operation.options) or "-",
+        )
 
 
 # -- plans
@@ -186,15 +203,20 @@ def plan_text() -> str:
     choices = {
         "finds": "On the device when the first slot begins.",
         "leaves": "On the device when a run of a session ends.",
-        "variant": "The precision, backing store and computing device of a component that has several.",
-        "split": "Blocks in a row of a component that compute on a further device; they are the groups `NAME@1` then.",
+        "variant": "The precision, backing store and computing device of a component that has "
+        "several.",
+        "split": "Blocks in a row of a component that compute on a further device; they are the "
+        "groups `NAME@1` then.",
         "option": "The option that a stage is run with.",
         "order": "The order of the stages, where it is not the graph's.",
     }
+    rows = ((f"`{plan.CHOICE_LINES[name][1]}`", meaning) for name, meaning in choices.items())
     return f"""# Plan text
 
-{MADE}A plan is a text: a JSON plan file has it, line by line, under `actions`. It says what is done and when, and no peak and no
-time: `graphrun check plan.json` computes these, and refuses a text that breaks a rule. [Read a plan](tutorial/read-a-plan.md)
+{MADE}A plan is a text: a JSON plan file has it, line by line, under `actions`. It says what is \
+done and when, and no peak and no
+time: `graphrun check plan.json` computes these, and refuses a text that breaks a rule. [Read a \
+plan](tutorial/read-a-plan.md)
 explains one.
 
 ```text
@@ -218,12 +240,13 @@ BLOCKS   = "all" | "none" | GROUP "[" INDICES "]" {{ GROUP "[" INDICES "]" }}
 INDICES  = N | N "-" N, joined by ","
 ```
 
-One line each; `#` starts a comment; blank lines and indentation do not count. `again` comes before the slots of every run of a
+One line each; `#` starts a comment; blank lines and indentation do not count. `again` comes \
+before the slots of every run of a
 session after the first. A slot ends with a barrier: what comes after it waits for its copies.
 
 ## Choices
 
-{table("line | meaning", ((f"`{plan.CHOICE_LINES[name][1]}`", meaning) for name, meaning in choices.items()))}
+{table("line | meaning", rows)}
 ## Actions
 
 {table("line | meaning", actions)}"""
@@ -236,14 +259,17 @@ def commands() -> str:
     whole = typer.main.get_command(cli.app)
     text = f"""# Commands
 
-{MADE}{markdown(whole.help or "")} [Errors and exit codes](errors.md). A GRAPH is a YAML file, the name of one of graphrun's own
+{MADE}{markdown(whole.help or "")} [Errors and exit codes](errors.md). A GRAPH is a YAML file, the \
+name of one of graphrun's own
 graphs, or a plan saved with `-o`.
 
 {table("option before the command | meaning", options(whole))}
 """
     for path, command in listed(whole, ()):
         arguments = " ".join(
-            argument(each) for each in command.params if each.param_type_name == "argument"
+            argument(parameter)
+            for parameter in command.params
+            if parameter.param_type_name == "argument"
         )
         usage = f"graphrun {' '.join(path)} [OPTIONS] {arguments}".rstrip()
         text += f"## graphrun {' '.join(path)}\n\n`{usage}`\n\n"
@@ -261,24 +287,25 @@ def listed(group: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
             yield (*path, name), command
 
 
-def argument(of: Any) -> str:
-    name = (of.metavar or of.name).upper()
-    return name if of.required else f"[{name}]"
+def argument(parameter: Any) -> str:
+    name = (parameter.metavar or parameter.name).upper()
+    return name if parameter.required else f"[{name}]"
 
 
 def options(command: Any) -> Iterator[tuple[str, str]]:
-    for each in command.params:
-        if each.param_type_name == "option" and not each.hidden:
-            names = ", ".join(f"`{name}`" for name in [*each.opts, *each.secondary_opts])
+    for parameter in command.params:
+        if parameter.param_type_name == "option" and not parameter.hidden:
+            names = ", ".join(f"`{name}`" for name in [*parameter.opts, *parameter.secondary_opts])
             default = (
-                each.default
-                if isinstance(each.default, (str, int, float))
-                and not isinstance(each.default, bool)
+                parameter.default
+                if isinstance(parameter.default, (str, int, float))
+                and not isinstance(parameter.default, bool)
                 else None
             )
             yield (
                 names,
-                f"{each.help or ''}{f' Default: `{default}`.' if default not in (None, '') else ''}",
+                f"{parameter.help or ''}"
+                f"{f' Default: `{default}`.' if default not in (None, '') else ''}",
             )
 
 
@@ -286,26 +313,30 @@ def options(command: Any) -> Iterator[tuple[str, str]]:
 
 
 def errors_page() -> str:
-    own = [
-        each
-        for _, each in inspect.getmembers(errors, inspect.isclass)
-        if issubclass(each, errors.GraphrunError)
+    public_errors = [
+        error_class
+        for _, error_class in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(error_class, errors.GraphrunError)
     ]
-    every = [*own, Infeasible, ProbeError, RaceError, Unplaceable]
+    error_classes = [*public_errors, Infeasible, ProbeError, RaceError, Unplaceable]
     rows = (
         (
-            f"`{each.__name__}`",
-            f"`{each.__mro__[1].__name__}`",
-            str(each.exit_code),
-            markdown((each.__doc__ or "").partition("\n\n")[0]),
+            f"`{error_class.__name__}`",
+            f"`{error_class.__mro__[1].__name__}`",
+            str(error_class.exit_code),
+            markdown((error_class.__doc__ or "").partition("\n\n")[0]),
         )
-        for each in sorted(every, key=lambda each: (len(each.__mro__), each.__name__))
+        for error_class in sorted(
+            error_classes, key=lambda error_class: (len(error_class.__mro__), error_class.__name__)
+        )
     )
-    assert {each.exit_code for each in own} | {Infeasible.exit_code} <= set(EXIT_CODES)
+    assert {error.exit_code for error in public_errors} | {Infeasible.exit_code} <= set(EXIT_CODES)
     return f"""# Errors and exit codes
 
-{MADE}An error that graphrun raises on purpose is a `graphrun.GraphrunError`. Its message says what is wrong, where (`file:line`),
-and what to do, with the flag to type. Import the classes from `graphrun`. The command line prints the message without a
+{MADE}An error that graphrun raises on purpose is a `graphrun.GraphrunError`. Its message says \
+what is wrong, where (`file:line`),
+and what to do, with the flag to type. Import the classes from `graphrun`. The command line prints \
+the message without a
 traceback; a traceback is a bug.
 
 {table("exit code | meaning", ((str(code), meaning) for code, meaning in EXIT_CODES.items()))}
@@ -319,17 +350,17 @@ With `--json`, a budget that nothing fits is also printed as data ([keys](json.m
 
 def boxes(rows: list[list[str]], width: int, gap: int) -> dict[str, tuple[float, float, float]]:
     """Centre x, top y and width of a box for each name, row by row."""
-    found = {}
+    places = {}
     for number, row in enumerate(rows):
-        own = [max(90.0, 9.0 * len(name) + 24) for name in row]
+        widths = [max(90.0, 9.0 * len(name) + 24) for name in row]
         # beside a passing arrow
-        left = (width - sum(own) - 24 * (len(row) - 1)) / 2 - (
+        x = (width - sum(widths) - 24 * (len(row) - 1)) / 2 - (
             120 if len(row) == 1 and number % 2 else 0
         )
-        for name, wide in zip(row, own, strict=True):
-            found[name] = (left + wide / 2, 16.0 + number * gap, wide)
-            left += wide + 24
-    return found
+        for name, box_width in zip(row, widths, strict=True):
+            places[name] = (x + box_width / 2, 16.0 + number * gap, box_width)
+            x += box_width + 24
+    return places
 
 
 def drawn(
@@ -357,10 +388,12 @@ def drawn(
         )
     ]
     for upper, lower in edges:
-        (x, top, _), (to, bottom, _) = places[upper], places[lower]
+        (x, top, _), (end_x, bottom, _) = places[upper], places[lower]
         start, end = top + 30, bottom - 2
         bend = (start + end) / 2
-        curve = f"M{x:.0f} {start:.0f}C{x:.0f} {bend:.0f} {to:.0f} {bend:.0f} {to:.0f} {end:.0f}"
+        curve = (
+            f"M{x:.0f} {start:.0f}C{x:.0f} {bend:.0f} {end_x:.0f} {bend:.0f} {end_x:.0f} {end:.0f}"
+        )
         parts.append(
             element(
                 "path",
@@ -371,13 +404,13 @@ def drawn(
                 marker_end="url(#head)",
             )
         )
-    for name, (x, top, wide) in places.items():
+    for name, (x, top, box_width) in places.items():
         parts.append(
             element(
                 "rect",
-                x=x - wide / 2,
+                x=x - box_width / 2,
                 y=top,
-                width=wide,
+                width=box_width,
                 height=30.0,
                 rx=6,
                 fill="#eef3f8",
@@ -408,10 +441,10 @@ def drawn(
 
 def layers() -> list[list[str]]:
     """The layers of pyproject.toml, the highest first."""
-    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
         "contracts"
     ]
-    (rows,) = (contract["layers"] for contract in found if contract["type"] == "layers")
+    (rows,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
     return [[name.strip().removeprefix("graphrun.") for name in row.split("|")] for row in rows]
 
 
@@ -422,17 +455,21 @@ def imports() -> networkx.DiGraph:
     names = sorted(graph.find_children("graphrun"))
     for name in names:
         graph.squash_module(name)
-    found = networkx.DiGraph()
+    module_graph = networkx.DiGraph()
     for name in names:
-        for other in sorted(graph.find_modules_directly_imported_by(name) & set(names) - {name}):
-            found.add_edge(name.removeprefix("graphrun."), other.removeprefix("graphrun."))
-    return found
+        for imported_name in sorted(
+            graph.find_modules_directly_imported_by(name) & set(names) - {name}
+        ):
+            module_graph.add_edge(
+                name.removeprefix("graphrun."), imported_name.removeprefix("graphrun.")
+            )
+    return module_graph
 
 
 def architecture() -> str:
-    rows, between = layers(), imports()
-    known = {name for row in rows for name in row}
-    edges = networkx.transitive_reduction(between.subgraph(known)).edges
+    rows, import_graph = layers(), imports()
+    names = {name for row in rows for name in row}
+    edges = networkx.transitive_reduction(import_graph.subgraph(names)).edges
     gap = 74
     return drawn(
         boxes(rows, 760, gap),
@@ -462,8 +499,8 @@ def planning() -> str:
     height = 40 + 72 * len(names)
     places = {name: (150.0, 16.0 + 72 * number, 240.0) for number, name in enumerate(names)}
     text = [
-        element("text", escape(said), x=166, y=places[upper][1] + 54, fill="#456", font_size=13)
-        for (upper, _), said in STEPS.items()
+        element("text", escape(caption), x=166, y=places[upper][1] + 54, fill="#456", font_size=13)
+        for (upper, _), caption in STEPS.items()
     ]
     whole = drawn(places, list(STEPS), 560, height, "From a graph to a run")
     return whole.replace("</svg>", "\n".join([*text, "</svg>"]))
@@ -479,8 +516,8 @@ def timeline() -> str:
     simulation, applied = solution.simulation, solution.chosen
     colours = {component.name: number for number, component in enumerate(applied.components)}
     parts = {
-        f"{report.phase} {report.part}".strip(): (report.compute_seconds, of)
-        for report, of in zip(simulation.slots, parts_of(solution), strict=True)
+        f"{report.phase} {report.part}".strip(): (report.compute_seconds, slot_parts)
+        for report, slot_parts in zip(simulation.slots, parts_of(solution), strict=True)
     }
     whole = timeline_svg(
         simulation.events,
@@ -490,8 +527,14 @@ def timeline() -> str:
         colours,
         "FLUX.1-dev, 8 GiB",
     )
-    style = "text{font:13px system-ui,sans-serif;fill:#222} .tick{fill:#666} .lane{fill:#f3f3f3} .waits{fill:url(#waits)} "
-    style += ".hatching{stroke:#999;fill:none} .activation{fill:#9db4cc} .values,.other{fill:#666} .ring buffer{opacity:.5} "
+    style = (
+        "text{font:13px system-ui,sans-serif;fill:#222} .tick{fill:#666} .lane{fill:#f3f3f3} "
+        ".waits{fill:url(#waits)} "
+    )
+    style += (
+        ".hatching{stroke:#999;fill:none} .activation{fill:#9db4cc} .values,.other{fill:#666} "
+        ".ring_buffer{opacity:.5} "
+    )
     style += ".stream{opacity:.65} "
     style += ".budget{stroke:#c0392b;stroke-width:1.5;stroke-dasharray:6 4;fill:none} "
     style += " ".join(f".c{number}{{fill:{colour}}}" for number, colour in enumerate(COLOURS))

@@ -1,5 +1,6 @@
-"""graphrun plans the placement of every component of a diffusion pipeline within a VRAM and a RAM
-budget, and executes that plan.
+"""Plan and run diffusion pipelines within memory budgets.
+
+graphrun plans what is on the GPU at every moment, and executes exactly that plan.
 
     graph    = graphrun.load("flux-dev")
     problem  = graphrun.estimate(graph, vram="8G", ram="64G", hardware="rtx4090")
@@ -125,5 +126,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List what can be imported, before it was used too."""
+    """List what can be imported, including what is not yet imported."""
     return sorted({*globals(), *__all__})

@@ -47,25 +47,25 @@ def libraries_are_not_collected() -> None:
 def garbage_is_seldom_collected() -> Iterator[None]:
     """Collects garbage at a fiftieth of the usual rate. Each dry run asks whether objects are
     frozen, and to count those of all libraries takes a tenth of a second: here some always are."""
-    before, counted = gc.get_threshold(), gc.get_freeze_count
+    thresholds, freeze_count = gc.get_threshold(), gc.get_freeze_count
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "get_freeze_count", wraps(counted)(lambda: 1))
-        gc.set_threshold(50 * before[0], *before[1:])
+        patch.setattr(gc, "get_freeze_count", wraps(freeze_count)(lambda: 1))
+        gc.set_threshold(50 * thresholds[0], *thresholds[1:])
         yield
-    gc.set_threshold(*before)
+    gc.set_threshold(*thresholds)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_home() -> Iterator[Path]:
     """Commands use a cache folder of this test session, not the user's."""
-    before = os.environ.get("XDG_CACHE_HOME")
+    cache_home = os.environ.get("XDG_CACHE_HOME")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
         yield Path(folder)
-    if before is None:
+    if cache_home is None:
         del os.environ["XDG_CACHE_HOME"]
     else:
-        os.environ["XDG_CACHE_HOME"] = before
+        os.environ["XDG_CACHE_HOME"] = cache_home
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -74,12 +74,14 @@ def free_ram() -> Iterator[None]:
     on what else runs."""
     from graphrun.profile import host_ram
 
-    measured = host_ram.available_bytes
+    available_bytes = host_ram.available_bytes
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             host_ram,
             "available_bytes",
-            lambda at=host_ram.MEMINFO: 2**34 if at == host_ram.MEMINFO else measured(at),
+            lambda path=host_ram.MEMINFO: (
+                2**34 if path == host_ram.MEMINFO else available_bytes(path)
+            ),
         )
         yield
 
@@ -113,10 +115,10 @@ def dry_run(name: str) -> tuple[Any, Any, dict[str, Any]]:
 def problem_for(name: str, vram: int, ram: int = 64 * 2**30, hardware: str = "sim") -> Any:
     """The problem of a reference graph within two budgets."""
     from graphrun.profile import hardware as devices
-    from graphrun.profile.problems import Limits, problem_of
+    from graphrun.profile.problems import ProblemLimits, problem_of
 
-    graph, probed, inputs = dry_run(name)
-    return problem_of(graph, probed, devices.hardware(hardware), Limits(vram, ram), inputs)
+    graph, run, inputs = dry_run(name)
+    return problem_of(graph, run, devices.hardware(hardware), ProblemLimits(vram, ram), inputs)
 
 
 @pytest.fixture(scope="session")
@@ -146,16 +148,16 @@ def graphrun(
 
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", ["graphrun", *arguments])
-        with pytest.raises(SystemExit) as done:
+        with pytest.raises(SystemExit) as exit_info:
             cli.main()
-        out = capsys.readouterr()
-        return int(done.value.code or 0), out.out, out.err
+        captured = capsys.readouterr()
+        return int(exit_info.value.code or 0), captured.out, captured.err
 
     return run
 
 
 @pytest.fixture
-def edited(tmp_path: Path) -> Callable[..., Any]:
+def edit_graph(tmp_path: Path) -> Callable[..., Any]:
     """The graph of a file of ``graphs/``, by name, loaded from a copy in which texts are replaced
     once each: (old, new)."""
 

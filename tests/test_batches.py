@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from graphrun.batch.cache.index import DATABASE
-from graphrun.cli.running import Stop, stopping
+from graphrun.cli.running import Stop, stop_on_interrupt
 
 Cli = Callable[..., tuple[int, str, str]]
 TINY = str(Path(__file__).parent.parent / "graphs/flux-tiny.yaml")
@@ -41,12 +41,12 @@ def test_a_prompt_seen_before_is_not_encoded_and_the_plan_says_so(
     graphrun: Cli, own_cache: Path
 ) -> None:
     assert graphrun(*RUN, "--prompt", "x", "--output", "first.png")[0] == 0
-    code, out, _ = graphrun(
+    code, output, _ = graphrun(
         *RUN, "--prompt", "x", "--output", "second.png", "--plan", "plan.json", "--set", "seed=0"
     )
     assert code == 0
-    assert "precomputed encode: outputs of earlier runs, neither planned nor loaded" in out
-    assert "text_encoder" not in out
+    assert "precomputed encode: outputs of earlier runs, neither planned nor loaded" in output
+    assert "text_encoder" not in output
     assert pixels("first.png") == pixels("second.png")
     assert json.loads(Path("plan.json").read_text())["precomputed"] == ["encode"]
     assert graphrun("run", "plan.json", "--set", "prompt=x", "--output", "third.png")[0] == 0
@@ -54,8 +54,8 @@ def test_a_prompt_seen_before_is_not_encoded_and_the_plan_says_so(
     code, _, err = graphrun("run", "plan.json", "--set", "prompt=y")
     assert (code, "the plan needs precomputed values: pass encode.embeds" in err) == (2, True)
 
-    code, out, _ = graphrun("cache", "ls", "--json")
-    entries = json.loads(out)["entries"]
+    code, output, _ = graphrun("cache", "ls", "--json")
+    entries = json.loads(output)["entries"]
     assert [(entry["stage"], entry["graph"]) for entry in entries] == [("encode", "flux-tiny")]
     assert "prompt='x'" in entries[0]["about"]
     with sqlite3.connect(own_cache / DATABASE) as rows:
@@ -77,16 +77,16 @@ def test_a_list_runs_except_for_its_broken_lines_and_resumes(
         True,
         False,
     )
-    code, out, err = graphrun(*RUN, "--inputs", "p.jsonl", "--resume")
+    code, output, err = graphrun(*RUN, "--inputs", "p.jsonl", "--resume")
     assert code == 2
     assert "p.jsonl:2: is not JSON" in err
-    assert "2 of 3 requests run, 1 left out" in out
+    assert "2 of 3 requests run, 1 left out" in output
     assert sorted(path.name for path in Path("out").glob("*.png")) == [
         "flux-tiny-0001.png",
         "flux-tiny-0003.png",
     ]
-    code, out, _ = graphrun(*RUN, "--inputs", "p.jsonl", "--resume", "--json")
-    assert json.loads(out)["done_before"] == [1, 3]
+    code, output, _ = graphrun(*RUN, "--inputs", "p.jsonl", "--resume", "--json")
+    assert json.loads(output)["done_before"] == [1, 3]
     code, _, err = graphrun(*RUN, "--inputs", "p.jsonl", "--resume", "--set", "seed=4")
     assert code == 2
     assert "inputs of request 1: was" in err
@@ -125,8 +125,11 @@ def test_files_with_the_default_name_are_numbered_and_a_resumed_run_keeps_its_ow
         assert graphrun(*RUN, "--resume")[0] == 0
         assert pictures() == ["flux-tiny-2.png", "flux-tiny-3.png", "flux-tiny.png"]
     Path("p.jsonl").write_text('{"seed": 4}\n{"seed": 5}\n')
-    code, out, _ = graphrun(*RUN, "--inputs", "p.jsonl")
-    assert (code, "wrote out/flux-tiny-4-0001.png to out/flux-tiny-4-0002.png" in out) == (0, True)
+    code, output, _ = graphrun(*RUN, "--inputs", "p.jsonl")
+    assert (code, "wrote out/flux-tiny-4-0001.png to out/flux-tiny-4-0002.png" in output) == (
+        0,
+        True,
+    )
     assert len(pictures()) == 5
 
 
@@ -152,7 +155,7 @@ def test_a_seed_is_an_option_for_one_run_and_for_the_lines_of_a_list(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--inputs", "none.jsonl"), "none.jsonl: no such file"),
         (("--reuse", "some"), "it is encoded, all or none"),
@@ -161,11 +164,11 @@ def test_a_seed_is_an_option_for_one_run_and_for_the_lines_of_a_list(
     ],
 )
 def test_bad_input_is_said_before_anything_runs(
-    graphrun: Cli, options: tuple[str, ...], said: str
+    graphrun: Cli, options: tuple[str, ...], message: str
 ) -> None:
     code, _, err = graphrun(*RUN, *options)
     assert code == 2
-    assert said in err
+    assert message in err
 
 
 def test_a_cache_that_cannot_be_written_is_reported_and_fails_nothing(
@@ -191,52 +194,55 @@ finally:
 def test_a_list_without_a_sound_line_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "\\ud800"}\n{"prompt": "a cat", "steps": 0}\n')
     command = [sys.executable, "-c", BROKEN, *RUN, "--inputs", str(tmp_path / "p.jsonl")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
-    assert "p.jsonl:1: is not JSON: character 1 is half of a surrogate pair" in done.stderr
-    assert "p.jsonl:2: input 'steps': 0 is less than the minimum, 1" in done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (process.returncode, process.stdout) == (2, "False\n"), process.stderr
+    assert "p.jsonl:1: is not JSON: character 1 is half of a surrogate pair" in process.stderr
+    assert "p.jsonl:2: input 'steps': 0 is less than the minimum, 1" in process.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["p.jsonl"]
 
 
 def test_the_first_interrupt_waits_for_the_next_call_the_second_does_not() -> None:
-    said: list[str] = []
+    messages: list[str] = []
     # ignored, where a shell put the tests in the background
-    before = signal.getsignal(signal.SIGINT)
-    with stopping(said.append) as stop:
-        progress = stop.watched(None)
+    handler = signal.getsignal(signal.SIGINT)
+    with stop_on_interrupt(messages.append) as stop:
+        progress = stop.watch(None)
         progress(0, 1, 4)
         signal.raise_signal(signal.SIGINT)
-        assert "interrupt again to stop now" in said[0]
+        assert "interrupt again to stop now" in messages[0]
         with pytest.raises(KeyboardInterrupt):
             progress(0, 2, 4)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (
             (),
-            "interrupted at loading: nothing is written; an encoded prompt is kept; add --resume to a run",
+            "interrupted at loading: nothing is written; an encoded prompt is kept; add --resume "
+            "to a run",
         ),
         (("--no-cache",), "interrupted at loading: nothing is written; add --resume"),
         (
             ("--resume",),
-            "interrupted: 0 of 1 requests are done, the state is in out/.flux-tiny.resume; the same command goes on",
+            "interrupted: 0 of 1 requests are done, the state is in out/.flux-tiny.resume; the "
+            "same command goes on",
         ),
         (
             ("--inputs", "p.jsonl"),
-            "interrupted: 0 of 2 requests are done, their files stay; --resume saves the state of a list",
+            "interrupted: 0 of 2 requests are done, their files stay; --resume saves the state of "
+            "a list",
         ),
     ],
 )
 def test_an_interrupted_run_says_what_is_kept_and_how_to_go_on(
-    graphrun: Cli, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], said: str
+    graphrun: Cli, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], message: str
 ) -> None:
     Path("p.jsonl").write_text('"a"\n"b"\n')
     # Ctrl-C before the first call
     monkeypatch.setattr(Stop, "__init__", lambda stop: setattr(stop, "requested", True))
     code, _, err = graphrun(*RUN, *options)
-    assert (code, said in err, "Traceback" in err) == (130, True, False), err
+    assert (code, message in err, "Traceback" in err) == (130, True, False), err

@@ -22,7 +22,7 @@ Cli = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def edited(tmp_path: Path) -> Callable[[str, str], str]:
+def edit_graph(tmp_path: Path) -> Callable[[str, str], str]:
     """A copy of flux-tiny.yaml with one piece of text replaced."""
 
     def edit(old: str, new: str) -> str:
@@ -37,10 +37,10 @@ def edited(tmp_path: Path) -> Callable[[str, str], str]:
 
 
 def refused(answer: tuple[int, str, str], *words: str) -> None:
-    code, out, err = answer
+    code, output, err = answer
     assert code == 2
     assert "Traceback" not in err
-    assert not out
+    assert not output
     for word in words:
         assert word in err
 
@@ -50,15 +50,18 @@ def test_the_version_is_shown_without_a_command(graphrun: Cli) -> None:
 
 
 def test_plan_shows_the_plan_and_its_json_has_every_promised_figure(graphrun: Cli) -> None:
-    code, out, _ = graphrun("plan", TINY, "--device", "sim", "--vram", "6M")
+    code, output, _ = graphrun("plan", TINY, "--device", "sim", "--vram", "6M")
     assert code == 0
-    assert "denoise/0:transformer" in out
-    code, out, _ = graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "--json")
-    data = json.loads(out)
+    assert "denoise/0:transformer" in output
+    code, output, _ = graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "--json")
+    data = json.loads(output)
     assert code == 0
     assert data["feasible"] is True
-    wanted = "proven_optimal predicted_seconds bound_seconds solve_seconds budget_bytes peak_bytes moved_bytes digest"
-    assert {*wanted.split(), "stages", "actions"} <= data.keys()
+    keys = (
+        "proven_optimal predicted_seconds bound_seconds solve_seconds budget_bytes peak_bytes "
+        "moved_bytes digest"
+    )
+    assert {*keys.split(), "stages", "actions"} <= data.keys()
     assert data["peak_bytes"] <= data["budget_bytes"] == 6 * MIB
     for stage in data["stages"]:
         assert {
@@ -74,19 +77,19 @@ def test_plan_shows_the_plan_and_its_json_has_every_promised_figure(graphrun: Cl
 
 def test_a_plan_from_the_cache_took_no_time_to_solve(graphrun: Cli) -> None:
     command = ("plan", TINY, "--device", "sim", "--vram", "6543K", "--ram", "8G", "-v")
-    solved, cached, again = (
+    solution, cached, second_solution = (
         graphrun(*command)[1],
         graphrun(*command)[1],
         graphrun(*command, "--no-cache")[1],
     )
-    assert " to solve)" in solved
-    assert " to solve)" in again
+    assert " to solve)" in solution
+    assert " to solve)" in second_solution
     assert "to solve" not in cached
-    same = [
-        [line for line in of.splitlines() if not line.startswith("predicted ")]
-        for of in (solved, cached)
+    texts = [
+        [line for line in result.splitlines() if not line.startswith("predicted ")]
+        for result in (solution, cached)
     ]
-    assert same[0] == same[1]
+    assert texts[0] == texts[1]
     assert json.loads(graphrun(*command, "--json")[1])["solve_seconds"] is None
 
 
@@ -116,8 +119,8 @@ def test_no_cache_neither_reads_nor_writes_there(
         path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*") if path.is_file()
     }
     assert files
-    _, out, _ = graphrun(*command, "--no-cache", "--overwrite")
-    assert "precomputed" not in out
+    _, output, _ = graphrun(*command, "--no-cache", "--overwrite")
+    assert "precomputed" not in output
     assert {path: path.stat().st_mtime_ns for path in files} == files
 
 
@@ -125,11 +128,11 @@ def test_run_leaves_picture_plan_and_trace_and_shows_measured_beside_planned(
     graphrun: Cli, tmp_path: Path
 ) -> None:
     files = ("--output", "o/a.png", "--plan", "o/plan.json", "--trace", "o/trace.json")
-    code, out, _ = graphrun(
+    code, output, _ = graphrun(
         "run", TINY, "--device", "sim", "--vram", "6M", "--set", "steps=2", *files
     )
     assert code == 0
-    assert "the run matched the plan; left on the device: 0 B" in out
+    assert "the run matched the plan; left on the device: 0 B" in output
     assert Image.open(tmp_path / "o/a.png").size == (128, 128)
     trace = json.loads((tmp_path / "o/trace.json").read_text())
     plan = json.loads((tmp_path / "o/plan.json").read_text())
@@ -149,9 +152,9 @@ def test_a_saved_plan_runs_to_the_same_picture(graphrun: Cli, tmp_path: Path) ->
     assert graphrun("check", "plan.json")[1].startswith("ok: ")
     assert graphrun("explain", "plan.json")[0] == 0
     assert graphrun("explain", "plan.json", "--json")[0] == 0
-    code, out, _ = graphrun("run", "plan.json", "--output", "a.png", "--json")
-    measured = json.loads(out)["measured"]
-    assert (code, measured["left_bytes"], measured["kept_plan"]) == (0, 0, True)
+    code, output, _ = graphrun("run", "plan.json", "--output", "a.png", "--json")
+    measurements = json.loads(output)["measured"]
+    assert (code, measurements["left_bytes"], measurements["kept_plan"]) == (0, 0, True)
     assert graphrun("run", TINY, *options, "--output", "b.png")[0] == 0
     assert Image.open(tmp_path / "a.png").tobytes() == Image.open(tmp_path / "b.png").tobytes()
     refused(
@@ -163,14 +166,14 @@ def test_a_saved_plan_runs_to_the_same_picture(graphrun: Cli, tmp_path: Path) ->
 def test_one_mib_below_the_smallest_budget_is_infeasible_and_the_smallest_is_accepted(
     graphrun: Cli,
 ) -> None:
-    code, out, err = graphrun("plan", TINY, "--device", "sim", "--vram", "1M", "--json")
+    code, output, err = graphrun("plan", TINY, "--device", "sim", "--vram", "1M", "--json")
     assert code == 3
-    smallest = json.loads(out)["smallest_budget_bytes"]
-    code, out, err = graphrun("run", TINY, "--device", "sim", "--vram", str(smallest - MIB))
+    smallest = json.loads(output)["smallest_budget_bytes"]
+    code, output, err = graphrun("run", TINY, "--device", "sim", "--vram", str(smallest - MIB))
     assert code == 3
     assert f"smallest budget that works: --vram {typed_size(smallest)} ({smallest} bytes)" in err
     assert graphrun("plan", TINY, "--device", "sim", "--vram", typed_size(smallest))[0] == 0
-    assert not out
+    assert not output
     assert graphrun("plan", TINY, "--device", "sim", "--vram", str(smallest))[0] == 0
     assert graphrun("plan", TINY, "--device", "sim", "--vram", str(smallest - 1))[0] == 3
 
@@ -253,9 +256,9 @@ def test_a_plan_with_two_loads_swapped_is_refused(graphrun: Cli, tmp_path: Path)
     ids=["yaml", "key", "type", "cycle", "dangling", "op", "class", "package", "extra"],
 )
 def test_a_bad_graph_file_is_refused_with_its_line(
-    graphrun: Cli, edited: Callable[[str, str], str], old: str, new: str, words: tuple[str, ...]
+    graphrun: Cli, edit_graph: Callable[[str, str], str], old: str, new: str, words: tuple[str, ...]
 ) -> None:
-    refused(graphrun("plan", edited(old, new), "--device", "sim", "--vram", "6M"), *words)
+    refused(graphrun("plan", edit_graph(old, new), "--device", "sim", "--vram", "6M"), *words)
 
 
 @pytest.mark.parametrize(
@@ -285,20 +288,20 @@ def test_a_bad_option_is_refused(
 
 
 def test_a_missing_prompt_is_refused_before_anything_is_planned(
-    graphrun: Cli, edited: Callable[[str, str], str]
+    graphrun: Cli, edit_graph: Callable[[str, str], str]
 ) -> None:
-    path = edited("prompt: {type: str, default: a lighthouse at dusk}", "prompt: {type: str}")
+    path = edit_graph("prompt: {type: str, default: a lighthouse at dusk}", "prompt: {type: str}")
     refused(graphrun("run", path, "--device", "sim", "--vram", "6M"), "input 'prompt' is missing")
 
 
 def test_missing_files_and_corrupt_weights_are_refused(
-    graphrun: Cli, edited: Callable[[str, str], str], tmp_path: Path
+    graphrun: Cli, edit_graph: Callable[[str, str], str], tmp_path: Path
 ) -> None:
     refused(graphrun("plan", "nowhere.yaml", "--vram", "8G"), "nowhere.yaml: no such file")
     (tmp_path / "broken.json").write_text("{")
     refused(graphrun("check", "broken.json"), "broken.json", "is not JSON")
     refused(graphrun("run", TINY, "--vram", "6M"), "no CUDA device", "--device sim")
-    path = edited(
+    path = edit_graph(
         "{class: transformers.CLIPTextModel,",
         "{class: transformers.CLIPTextModel, source: ./weights,",
     )
@@ -325,55 +328,65 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_run(
 
 
 def test_estimate_needs_no_budget_and_its_json_has_a_basis_for_every_number(graphrun: Cli) -> None:
-    code, out, _ = graphrun("estimate", TINY, "--device", "sim")
+    code, output, _ = graphrun("estimate", TINY, "--device", "sim")
     assert code == 0
-    assert out.startswith("needs 13.0 MiB with everything on the device; takes ")
-    assert "\nestimate flux-tiny" in out
-    assert max(map(len, out.splitlines())) <= 80
-    code, out, _ = graphrun(
+    assert output.startswith("needs 13.0 MiB with everything on the device; takes ")
+    assert "\nestimate flux-tiny" in output
+    assert max(map(len, output.splitlines())) <= 80
+    code, output, _ = graphrun(
         "estimate", TINY, "--device", "sim", "--set", "height=192", "--no-cache", "--json"
     )
-    found = json.loads(out)
-    assert found["settings"]["height"] == "192"
-    assert {phase["basis"] for phase in found["phases"]} == {"traced"}
-    assert {w["basis"] for row in found["components"] for w in row["weights"].values()} == {
-        "declared",
+    estimate = json.loads(output)
+    assert estimate["settings"]["height"] == "192"
+    assert {phase["basis"] for phase in estimate["phases"]} == {"traced"}
+    assert {w["basis"] for row in estimate["components"] for w in row["weights"].values()} == {
+        "graph file",
         "formula",
     }
 
 
 def test_estimate_says_what_diffusers_modes_take(graphrun: Cli) -> None:
-    code, out, _ = graphrun("estimate", TINY, "--hardware", "rtx4060", "--mode", "model")
+    code, output, _ = graphrun("estimate", TINY, "--hardware", "rtx4060", "--mode", "model")
     assert code == 0
-    assert "model offloading: peak" in out
-    assert re.search(r"predicted [\d.]+ ms \([\d.]+ ms to [\d.]+ ms\)", out), (
-        "a prior gives a range"
+    assert "model offloading: peak" in output
+    assert re.search(r"predicted [\d.]+ ms \([\d.]+ ms to [\d.]+ ms\)", output), (
+        "a data-sheet estimate gives a range"
     )
-    asked = ("--mode", "group", "--pinned", "0", "--keep", "vae", "--precision", "transformer=nf4")
-    code, out, _ = graphrun("estimate", TINY, "--hardware", "rtx4060", *asked, "--json")
-    mode, components = json.loads(out)["mode"], json.loads(out)["components"]
-    held = {"transformer": "nf4"}
+    options = (
+        "--mode",
+        "group",
+        "--pinned",
+        "0",
+        "--keep",
+        "vae",
+        "--precision",
+        "transformer=nf4",
+    )
+    code, output, _ = graphrun("estimate", TINY, "--hardware", "rtx4060", *options, "--json")
+    mode, components = json.loads(output)["mode"], json.loads(output)["components"]
+    precisions = {"transformer": "nf4"}
     expected = sum(
-        row["weights"][held.get(row["name"], row["dtype"])]["bytes"] for row in components
+        row["weights"][precisions.get(row["name"], row["dtype"])]["bytes"] for row in components
     )
     assert (mode["name"], mode["weights_bytes"], mode["copied_out_bytes"]) == ("group", expected, 0)
     refused(graphrun("estimate", TINY, "--mode", "modal"), "mode 'modal' is not known", "model")
 
 
 def test_doctor_says_what_is_here(graphrun: Cli) -> None:
-    code, out, _ = graphrun("doctor")
+    code, output, _ = graphrun("doctor")
     assert code == 0
-    assert out.startswith(("no CUDA device: graphs can be planned for any card", "ready: "))
-    assert "bitsandbytes" in out
-    code, out, _ = graphrun("doctor", "--json")
-    assert (code, json.loads(out)["device"]["sim"]) == (0, True)
+    assert output.startswith(("no CUDA device: graphs can be planned for any card", "ready: "))
+    assert "bitsandbytes" in output
+    code, output, _ = graphrun("doctor", "--json")
+    assert (code, json.loads(output)["device"]["sim"]) == (0, True)
 
 
 def test_the_list_says_for_how_much_ram_its_least_vram_is(graphrun: Cli) -> None:
-    code, out, _ = graphrun("list")
+    code, output, _ = graphrun("list")
     assert code == 0
     assert (
-        "\n least VRAM: the smallest of 8, 12, 16 and 24 GiB that fits with 64 GiB of RAM\n" in out
+        "\n least VRAM: the smallest of 8, 12, 16 and 24 GiB that fits with 64 GiB of RAM\n"
+        in output
     )
     rows = json.loads(graphrun("list", "--json")[1])["graphs"]
     assert all(row["ram_gib"] == 64 for row in rows if "card_gib" in row)
@@ -383,35 +396,40 @@ def test_a_profile_is_measured_kept_and_planned_for(
     graphrun: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    code, out, _ = graphrun(
+    code, output, _ = graphrun(
         "calibrate", "--device", "sim", "--name", "mine", "--seconds", "0.5", "--json"
     )
-    assert (code, json.loads(out)["hardware"]["basis"]) == (0, "measured")
+    assert (code, json.loads(output)["hardware"]["basis"]) == (0, "measured")
     assert (tmp_path / "cache/graphrun/profiles/mine.json").is_file()
-    code, out, _ = graphrun("plan", TINY, "--hardware", "mine", "--vram", "6M")
+    code, output, _ = graphrun("plan", TINY, "--hardware", "mine", "--vram", "6M")
     assert code == 0
-    assert " on mine (measured), " in out
+    assert " on mine (measured), " in output
     refused(graphrun("calibrate", "--device", "tpu"), "cannot be calibrated")
-    refused(graphrun("calibrate", "--device", "sim", "--name", "rtx4090"), "name of a prior")
+    refused(
+        graphrun("calibrate", "--device", "sim", "--name", "rtx4090"), "name of a built-in card"
+    )
 
 
 def test_schema_is_json(graphrun: Cli) -> None:
-    code, out, _ = graphrun("schema")
+    code, output, _ = graphrun("schema")
     assert code == 0
-    assert json.loads(out)["properties"]["stages"]
+    assert json.loads(output)["properties"]["stages"]
 
 
 def test_importing_graphrun_imports_no_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, graphrun, graphrun.cli.main; sys.exit('torch' in sys.modules or 'highspy' in sys.modules)"
+    code = (
+        "import sys, graphrun, graphrun.cli.main; sys.exit('torch' in sys.modules or 'highspy' in "
+        "sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_the_style_of_a_json_answer_for_an_infeasible_budget(graphrun: Cli) -> None:
-    code, out, err = graphrun("plan", TINY, "--device", "sim", "--vram", "1M", "--json")
-    data: dict[str, Any] = json.loads(out)
+    code, output, err = graphrun("plan", TINY, "--device", "sim", "--vram", "1M", "--json")
+    data: dict[str, Any] = json.loads(output)
     assert (code, data["feasible"], data["binding"]) == (3, False, "VRAM")
     assert "fits: no. No plan runs flux-tiny on sim" in err
     assert data["needs"][0]["short_bytes"] > 0
@@ -493,5 +511,6 @@ def test_a_plan_of_the_older_form_is_refused_with_what_to_do(
     for command in commands:
         refused(
             graphrun(*command),
-            "old.json: is a plan of version 1, and this graphrun reads version 2; plan again: graphrun plan",
+            "old.json: is a plan of version 1, and this graphrun reads version 3; plan again: "
+            "graphrun plan",
         )

@@ -10,7 +10,7 @@ FILES = sorted((Path(__file__).parent.parent / "graphrun").rglob("*.py"))
 
 
 def test_no_mutable_state_at_module_level() -> None:
-    found = []
+    faults = []
     for path in FILES:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(
@@ -18,26 +18,27 @@ def test_no_mutable_state_at_module_level() -> None:
             ):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 names = [target.id for target in targets if isinstance(target, ast.Name)]
-                found += [
+                faults += [
                     f"{path}:{node.lineno} {name}"
                     for name in names
                     if not name.isupper() and name != "__all__"
                 ]
-    assert not found
+    assert not faults
 
 
 def test_text_files_are_utf_8_by_name() -> None:
     """On Windows the default is another encoding, in which a page or a screen cannot be written."""
-    found, own = [], ("planfile", "reading")  # modules with functions of these names
+    faults, own = [], ("planfile", "reading")  # modules with functions of these names
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             match node:
                 case ast.Call(
-                    func=ast.Attribute(value=value, attr="read_text" | "write_text"), keywords=given
+                    func=ast.Attribute(value=value, attr="read_text" | "write_text"),
+                    keywords=keywords,
                 ):
                     if (
-                        "encoding" not in {keyword.arg for keyword in given}
+                        "encoding" not in {keyword.arg for keyword in keywords}
                         and getattr(value, "id", "") not in own
                     ):
-                        found.append(f"{path}:{node.lineno}")
-    assert not found
+                        faults.append(f"{path}:{node.lineno}")
+    assert not faults

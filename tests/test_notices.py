@@ -19,10 +19,10 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.long
 def test_what_graphrun_imports_to_attach_writes_nothing() -> None:
     script = "import graphrun; graphrun.Attachment"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert (done.stdout, done.stderr) == ("", "")
+    assert (process.stdout, process.stderr) == ("", "")
 
 
 @pytest.mark.parametrize("logger", DROPPED)

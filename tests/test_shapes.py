@@ -27,9 +27,9 @@ def part(monkeypatch: pytest.MonkeyPatch) -> Any:
 def rights(part: Any, objects: int, count: int) -> tuple[list[Any], list[np.ndarray]]:
     """Scenes drawn at random from all, never-seen pairs too, and their pictures."""
     scenes = part("scenes")
-    every, rng = list(scenes.scenes(objects)), np.random.default_rng(7)
-    chosen = [every[at] for at in rng.integers(len(every), size=count)]
-    return chosen, [scenes.draw(scene, rng) for scene in chosen]
+    all_scenes, rng = list(scenes.scenes(objects)), np.random.default_rng(7)
+    sample = [all_scenes[index] for index in rng.integers(len(all_scenes), size=count)]
+    return sample, [scenes.draw(scene, rng) for scene in sample]
 
 
 @pytest.mark.parametrize("objects", [1, 2])
@@ -50,15 +50,15 @@ def test_on_shuffled_prompts_the_detector_is_right_as_often_as_two_scenes_agree(
     one of hundreds."""
     judge = part("detector").judge
     scenes, pictures = rights(part, objects, 200)
-    others = scenes[1:] + scenes[:1]
-    judged = [judge(other, picture) for other, picture in zip(others, pictures, strict=True)]
+    rotated = scenes[1:] + scenes[:1]
+    judged = [judge(other, picture) for other, picture in zip(rotated, pictures, strict=True)]
     agree = {
-        "background": [a.background == b.background for a, b in zip(scenes, others, strict=True)],
+        "background": [a.background == b.background for a, b in zip(scenes, rotated, strict=True)],
         "colours": [
             {t.colour for t in a.things} == {t.colour for t in b.things}
-            for a, b in zip(scenes, others, strict=True)
+            for a, b in zip(scenes, rotated, strict=True)
         ],
-        "all": [a.content == b.content for a, b in zip(scenes, others, strict=True)],
+        "all": [a.content == b.content for a, b in zip(scenes, rotated, strict=True)],
     }
     for name, expected in agree.items():
         assert [right[name] for right in judged] == expected, name
@@ -101,10 +101,10 @@ def test_training_sees_neither_held_out_scenes_nor_their_mirrored_wording_nor_th
         "one unseen": 50,
         "two unseen": 50,
     }
-    seen = [scene for objects in (1, 2) for scene in scenes.training(objects)]
-    held = {scene.content for rows in parts.values() for scene, _ in rows}
-    assert not held & {scene.content for scene in seen}
-    pairs = {(thing.colour, thing.shape) for scene in seen for thing in scene.things}
+    training_scenes = [scene for objects in (1, 2) for scene in scenes.training(objects)]
+    contents = {scene.content for rows in parts.values() for scene, _ in rows}
+    assert not contents & {scene.content for scene in training_scenes}
+    pairs = {(thing.colour, thing.shape) for scene in training_scenes for thing in scene.things}
     assert len(pairs) == 25
     assert not pairs & scenes.NEVER_SEEN
     assert ({colour for colour, _ in pairs}, {shape for _, shape in pairs}) == (
@@ -159,7 +159,7 @@ def test_training_that_was_interrupted_goes_on_as_if_it_had_not_been(
             torch.load(tmp_path / name / file)["optimizer"]["state"]
             for file in ("vae.pt", "flow.pt")
         ]
-        steps[name] = [{float(of["step"]) for of in state.values()} for state in optimizers]
+        steps[name] = [{float(entry["step"]) for entry in state.values()} for state in optimizers]
         assert len(list((tmp_path / name / "pipeline").rglob("*.safetensors"))) == 4
     assert len(losses["whole"]) == 4
     assert losses["parts"] == pytest.approx(losses["whole"], rel=3e-4)
@@ -197,7 +197,7 @@ def test_a_run_under_a_hard_cap_draws_what_was_asked_and_so_does_diffusers(
         if scene.prompt == prompt
     ]
     picture = tmp_path / "picture.png"
-    code, out, _ = graphrun(
+    code, output, _ = graphrun(
         "run",
         str(graph.path),
         "--device",
@@ -209,26 +209,26 @@ def test_a_run_under_a_hard_cap_draws_what_was_asked_and_so_does_diffusers(
         "--output",
         str(picture),
     )
-    assert (code, "the run matched the plan" in out) == (0, True)
-    planned = np.asarray(Image.open(picture))
-    assert part("detector").judge(scene, planned)["all"]
+    assert (code, "the run matched the plan" in output) == (0, True)
+    plan_pixels = np.asarray(Image.open(picture))
+    assert part("detector").judge(scene, plan_pixels)["all"]
     evaluate = part("evaluate")
     (whole,) = evaluate.pictures(
         evaluate.load(ROOT / "graphs/shapes"), [(scene, graph.inputs["seed"].default)]
     )
-    assert np.array_equal(planned, whole)
+    assert np.array_equal(plan_pixels, whole)
 
 
 @pytest.mark.sweep("shapes")
 @pytest.mark.parametrize(
-    ("prompts", "least"),
+    ("prompts", "minimum"),
     [("one", {"all": 0.9}), ("two", {"colours": 0.9, "places": 0.8, "all": 0.9})],
 )
 def test_the_trained_pipeline_draws_prompts_that_training_has_not_seen(
-    part: Any, prompts: str, least: dict[str, float]
+    part: Any, prompts: str, minimum: dict[str, float]
 ) -> None:
     evaluate = part("evaluate")
     right = evaluate.score(
         evaluate.load(ROOT / "graphs/shapes"), part("scenes").held_out()[prompts]
     )
-    assert {name: share for name, share in least.items() if right[name] < share} == {}, right
+    assert {name: share for name, share in minimum.items() if right[name] < share} == {}, right

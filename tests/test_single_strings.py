@@ -99,13 +99,13 @@ def test_every_parameter_that_takes_strings_has_a_case() -> None:
         if inspect.isfunction(value := getattr(graphrun, name))
     }
     strings = re.compile(r"^(Iterable|Collection|Sequence|Set)\[str\]$")
-    found = {
+    list_parameters = {
         (name, parameter.name)
         for name, function in functions.items()
         for parameter in inspect.signature(function).parameters.values()
         if strings.match(str(parameter.annotation))
     }
-    assert found == CASES.keys()
+    assert list_parameters == CASES.keys()
 
 
 def test_a_single_prompt_or_mapping_is_one_request() -> None:

@@ -86,17 +86,17 @@ def listed() -> set[str]:
 def test_expandable_segments_are_added_to_the_settings_of_the_process(
     oldest: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = torch._C._accelerator_getAllocatorSettings()
-    read = torch._C._accelerator_getAllocatorSettings
+    settings = torch._C._accelerator_getAllocatorSettings()
+    read_settings = torch._C._accelerator_getAllocatorSettings
     torch._C._accelerator_setAllocatorSettings("max_split_size_mb:128")
     try:
         if oldest:  # torch 2.11 has no such function
             monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:128")
             monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings")
         cuda._request_expandable_segments()
-        assert read() == "max_split_size_mb:128,expandable_segments:True"
+        assert read_settings() == "max_split_size_mb:128,expandable_segments:True"
     finally:
-        torch._C._accelerator_setAllocatorSettings(before)
+        torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def test_every_private_name_of_torch_is_in_the_oldest_version_allowed() -> None:

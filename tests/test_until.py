@@ -24,20 +24,20 @@ def plain_embeddings(graph: Any) -> tuple[torch.Tensor, ...]:
     """What diffusers' own ``encode_prompt`` returns on the CPU, from a pipeline with everything in
     it."""
     kind = resolve_class(graph.pipeline, graph.trust)
-    wanted = inspect.signature(kind.__init__).parameters
-    made = {name: build(component, graph) for name, component in graph.components.items()}
-    made |= {name: build_part(part, graph) for name, part in graph.parts.items()}
+    parameters = inspect.signature(kind.__init__).parameters
+    members = {name: build(component, graph) for name, component in graph.components.items()}
+    members |= {name: build_part(part, graph) for name, part in graph.parts.items()}
     extra = {
         name: None
-        for name, of in wanted.items()
-        if name not in made and name != "self" and of.default is of.empty
+        for name, parameter in parameters.items()
+        if name not in members and name != "self" and parameter.default is parameter.empty
     }
-    pipeline = kind(**made, **extra, **graph.pipeline_config)
+    pipeline = kind(**members, **extra, **graph.pipeline_config)
     values = graph.until("encode").resolve({})
-    known = inspect.signature(pipeline.encode_prompt).parameters
+    arguments = inspect.signature(pipeline.encode_prompt).parameters
     with torch.no_grad():
-        found = pipeline.encode_prompt(**{k: v for k, v in values.items() if k in known})
-    return tuple(found)
+        embeds = pipeline.encode_prompt(**{k: v for k, v in values.items() if k in arguments})
+    return tuple(embeds)
 
 
 @pytest.mark.parametrize(("name", "count"), [("flux-tiny", 2), ("sdxl-tiny", 4)])
@@ -67,8 +67,8 @@ def test_encoding_alone_ends_at_the_baseline_with_valid_embeddings(name: str, co
     # FLUX's third is text_ids, which its pipeline makes again
     expected = plain_embeddings(graph)[:count]
     assert len(embeds) == count
-    for mine, plain in zip(embeds, expected, strict=True):
-        assert torch.equal(mine, plain)
+    for actual, plain in zip(embeds, expected, strict=True):
+        assert torch.equal(actual, plain)
 
 
 def test_run_accepts_the_whole_graph_for_a_plan_until_a_stage() -> None:

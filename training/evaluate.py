@@ -31,10 +31,10 @@ def pictures(
     pipe: FluxPipeline, rows: list[tuple[Scene, int]], steps: int = STEPS, guidance: float = 1.0
 ) -> list[np.ndarray]:
     """The pipeline's pictures of scenes, each from its own seed, uint8 of shape (64, 64, 3)."""
-    made: list[np.ndarray] = []
+    images: list[np.ndarray] = []
     for start in range(0, len(rows), 50):
         part = rows[start : start + 50]
-        done = pipe(
+        result = pipe(
             [scene.prompt for scene, _ in part],
             negative_prompt=[""] * len(part) if guidance > 1 else None,
             true_cfg_scale=guidance,
@@ -44,8 +44,8 @@ def pictures(
             max_sequence_length=pipe.tokenizer.model_max_length,
             generator=[torch.Generator().manual_seed(seed) for _, seed in part],
         )
-        made += [np.asarray(image) for image in done.images]
-    return made
+        images += [np.asarray(image) for image in result.images]
+    return images
 
 
 def score(

@@ -132,7 +132,7 @@ def draw(scene: Scene, rng: np.random.Generator) -> np.ndarray:
     picture = Image.new("RGB", (SIZE * fine, SIZE * fine), BACKGROUNDS[scene.background])
     for thing in scene.things:
         half = rng.uniform(10.5, 11.5)
-        middle = [16 + 16 * at + rng.uniform(-1, 1) for at in thing.cell]
+        middle = [16 + 16 * coordinate + rng.uniform(-1, 1) for coordinate in thing.cell]
         outline = boxed(thing.shape) * half + middle
         ImageDraw.Draw(picture).polygon(
             [tuple(point) for point in outline * fine], fill=COLOURS[thing.colour]
@@ -150,9 +150,9 @@ def boxed(shape: str) -> np.ndarray:
 def held_out() -> dict[str, list[tuple[Scene, int]]]:
     """The scenes of held_out.json with one seed each: of one or two objects; unseen ones have a
     pair that training never has."""
-    known = {scene.prompt: scene for objects in (1, 2) for scene in scenes(objects)}
+    scenes_by_prompt = {scene.prompt: scene for objects in (1, 2) for scene in scenes(objects)}
     return {
-        part: [(known[prompt], seed) for prompt, seed in rows]
+        part: [(scenes_by_prompt[prompt], seed) for prompt, seed in rows]
         for part, rows in json.loads(HELD_OUT.read_text()).items()
     }
 
@@ -160,27 +160,31 @@ def held_out() -> dict[str, list[tuple[Scene, int]]]:
 @cache
 def training(objects: int) -> list[Scene]:
     """The scenes of one or two objects that training may see."""
-    kept = {scene.content for rows in held_out().values() for scene, _ in rows}
-    return [scene for scene in scenes(objects) if not scene.unseen and scene.content not in kept]
+    held_out_contents = {scene.content for rows in held_out().values() for scene, _ in rows}
+    return [
+        scene
+        for scene in scenes(objects)
+        if not scene.unseen and scene.content not in held_out_contents
+    ]
 
 
 def choose() -> dict[str, list[tuple[str, int]]]:
     """What held_out.json holds: drawn by a fixed seed, README's prompts among them, no two that ask
     for the same picture."""
-    rng, chosen = random.Random(2024), {}
+    rng, selection = random.Random(2024), {}
     for part, objects, unseen, count in (
         ("one", 1, False, 200),
         ("two", 2, False, 200),
         ("one unseen", 1, True, 50),
         ("two unseen", 2, True, 50),
     ):
-        every = [scene for scene in scenes(objects) if scene.unseen == unseen]
-        rng.shuffle(every)
-        every.sort(key=lambda scene: scene.prompt not in SHOWN)
-        distinct = {scene.content: scene for scene in reversed(every)}
-        first = [scene for scene in every if distinct[scene.content] is scene][:count]
-        chosen[part] = [(scene.prompt, seed) for seed, scene in enumerate(first)]
-    return chosen
+        candidates = [scene for scene in scenes(objects) if scene.unseen == unseen]
+        rng.shuffle(candidates)
+        candidates.sort(key=lambda scene: scene.prompt not in SHOWN)
+        distinct = {scene.content: scene for scene in reversed(candidates)}
+        first = [scene for scene in candidates if distinct[scene.content] is scene][:count]
+        selection[part] = [(scene.prompt, seed) for seed, scene in enumerate(first)]
+    return selection
 
 
 if __name__ == "__main__":

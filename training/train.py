@@ -134,21 +134,21 @@ def look_around(encoder: T5EncoderModel) -> None:
     """
     bias = encoder.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
     # buckets 1 to 7 are distances to earlier tokens, from here on to later ones
-    after = bias.shape[0] // 2
-    for head, bucket in enumerate((1, 2, 3, 4, after + 1, after + 2, after + 3, after + 4)):
+    half = bias.shape[0] // 2
+    for head, bucket in enumerate((1, 2, 3, 4, half + 1, half + 2, half + 3, half + 4)):
         bias[bucket, head] = 4.0
 
 
 def drawn(number: int, count: int) -> tuple[list[Scene], torch.Tensor]:
     """Scenes and their pictures, (count, 3, 64, 64) from -1 to 1; three in ten have one object."""
     rng = np.random.default_rng(number)
-    known = {objects: training(objects) for objects in (1, 2)}
-    chosen = [
-        known[objects][rng.integers(len(known[objects]))]
+    scenes_by_objects = {objects: training(objects) for objects in (1, 2)}
+    selection = [
+        scenes_by_objects[objects][rng.integers(len(scenes_by_objects[objects]))]
         for objects in rng.choice([1, 2], size=count, p=[0.3, 0.7])
     ]
-    pictures = np.stack([draw(scene, rng) for scene in chosen])
-    return chosen, torch.from_numpy(pictures).permute(0, 3, 1, 2).float().div(127.5).sub(1)
+    pictures = np.stack([draw(scene, rng) for scene in selection])
+    return selection, torch.from_numpy(pictures).permute(0, 3, 1, 2).float().div(127.5).sub(1)
 
 
 def train_vae_round(
@@ -164,19 +164,19 @@ def train_vae_round(
     _, pictures = drawn(number, VAE_STEPS * VAE_BATCH)
     total = 0.0
     for step, batch in enumerate(pictures.split(VAE_BATCH)):
-        at = number + step / VAE_STEPS
+        progress = number + step / VAE_STEPS
         whole = number < VAE_ROUNDS
         rate = (
-            min(2e-3, 1e-3 * (at + 0.02), 3e-3 * (1 - at / VAE_ROUNDS))
+            min(2e-3, 1e-3 * (progress + 0.02), 3e-3 * (1 - progress / VAE_ROUNDS))
             if whole
-            else 1e-3 * (1 - (at - VAE_ROUNDS) / DECODER_ROUNDS)
+            else 1e-3 * (1 - (progress - VAE_ROUNDS) / DECODER_ROUNDS)
         )
         for group in optimizer.param_groups:
             group["lr"] = rate
         batch = batch.to(device, memory_format=torch.channels_last)
         # from the background, which the corner shows
-        away = (batch - batch[:, :, :1, :1]).abs().amax(1, keepdim=True)
-        weight = 1 + 4 * (functional.max_pool2d(away, 5, 1, 2) > 0.1)
+        distance = (batch - batch[:, :, :1, :1]).abs().amax(1, keepdim=True)
+        weight = 1 + 4 * (functional.max_pool2d(distance, 5, 1, 2) > 0.1)
         with torch.set_grad_enabled(whole):
             posterior = vae.encode(batch).latent_dist
         latents = (
@@ -208,14 +208,14 @@ def whiten(vae: AutoencoderKL, latents: torch.Tensor) -> None:
     points = latents.permute(0, 2, 3, 1).reshape(-1, LATENT).double()
     mean = points.mean(0)
     values, vectors = torch.linalg.eigh(torch.cov(points.T))
-    to = (vectors / values.sqrt()).T
-    back = vectors * values.sqrt()
+    whitening = (vectors / values.sqrt()).T
+    unwhitening = vectors * values.sqrt()
     encode, decode = vae.quant_conv, vae.post_quant_conv
     matrix = encode.weight[:LATENT, :, 0, 0].double()
-    encode.weight[:LATENT, :, 0, 0] = (to @ matrix).float()
-    encode.bias[:LATENT] = (to @ (encode.bias[:LATENT].double() - mean)).float()
+    encode.weight[:LATENT, :, 0, 0] = (whitening @ matrix).float()
+    encode.bias[:LATENT] = (whitening @ (encode.bias[:LATENT].double() - mean)).float()
     matrix = decode.weight[:, :, 0, 0].double()
-    decode.weight[:, :, 0, 0] = (matrix @ back).float()
+    decode.weight[:, :, 0, 0] = (matrix @ unwhitening).float()
     decode.bias += (matrix @ mean).float()
 
 
@@ -225,8 +225,10 @@ def encoded(
 ) -> torch.Tensor:
     """The means of the pictures' latents, or samples of them, (n, channels, 8, 8)."""
     parts = [part.to(device, memory_format=torch.channels_last) for part in pictures.split(64)]
-    found = [vae.encode(part).latent_dist for part in parts]
-    return torch.cat([each.sample() if sample else each.mode() for each in found])
+    distributions = [vae.encode(part).latent_dist for part in parts]
+    return torch.cat(
+        [distribution.sample() if sample else distribution.mode() for distribution in distributions]
+    )
 
 
 def train_flow_round(
@@ -240,14 +242,14 @@ def train_flow_round(
     """Flow matching as FluxPipeline samples it: from noise at time 1 to latents at time 0, velocity
     noise - latents."""
     random = torch.Generator().manual_seed(number)
-    chosen, pictures = drawn(10_000 + number, ROUND_STEPS * BATCH // REPEATS)
+    selection, pictures = drawn(10_000 + number, ROUND_STEPS * BATCH // REPEATS)
     latents = encoded(pipe.vae, pictures, device)
     latents = pipe._pack_latents(latents, *latents.shape)
     image_ids = pipe._prepare_latent_image_ids(
         len(latents), SIZE // 16, SIZE // 16, device, torch.float32
     )
     text_ids = torch.zeros(LENGTH, 3, device=device)
-    prompts = [scene.prompt for scene in chosen] + [""]
+    prompts = [scene.prompt for scene in selection] + [""]
     options = {
         "padding": "max_length",
         "max_length": LENGTH,
@@ -270,13 +272,13 @@ def train_flow_round(
         for group in optimizer.param_groups:
             group["lr"] = RATE * rate
         empty = torch.rand(BATCH, generator=random) < EMPTY
-        texts = torch.where(empty, len(chosen), rows).to(device)
+        texts = torch.where(empty, len(selection), rows).to(device)
         clean = latents[rows.to(device)]
         time = torch.sigmoid(torch.randn(BATCH, generator=random) + 0.8).to(device)
         noise = torch.randn(clean.shape, generator=random).to(device)
-        at = time.view(-1, 1, 1)
+        times = time.view(-1, 1, 1)
         velocity = pipe.transformer(
-            hidden_states=(1 - at) * clean + at * noise,
+            hidden_states=(1 - times) * clean + times * noise,
             timestep=time,
             pooled_projections=pipe.text_encoder(tokens[texts]).pooler_output,
             encoder_hidden_states=pipe.text_encoder_2(tokens_2[texts])[0],

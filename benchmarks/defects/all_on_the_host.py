@@ -20,13 +20,13 @@ def reproduce() -> dict[str, Any]:
     from peers_cell import Subject
     from peers_machine import Sim
 
-    on, message = Sim(None), ""
-    with on.open(), torch.no_grad():
+    simulator, message = Sim(None), ""
+    with simulator.open(), torch.no_grad():
         module = Subject("hidream", "sim", 1).modules["text_encoder"]
         places = infer_auto_device_map(module, max_memory={0: 0, "cpu": 1 << 40})
         try:
-            dispatch_model(module, places, main_device=on.device, force_hooks=True)
-            module(torch.arange(5, 15)[None].to(on.device))
+            dispatch_model(module, places, main_device=simulator.device, force_hooks=True)
+            module(torch.arange(5, 15)[None].to(simulator.device))
         except KeyError as error:
             message = f"KeyError: {error}"
     return {

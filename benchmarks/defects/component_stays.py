@@ -20,24 +20,24 @@ def reproduce() -> dict[str, Any]:
     from peers_cell import subject
     from peers_machine import Sim
 
-    of, on = subject("hidream", "sim", 1), Sim(None)
-    pipeline = of.pipeline()
+    model_subject, simulator = subject("hidream", "sim", 1), Sim(None)
+    pipeline = model_subject.pipeline()
     last_bytes = sum(parameter.nbytes for parameter in pipeline.text_encoder_4.parameters())
-    peaks, left = [], []
-    with on.open(), torch.no_grad():
-        pipeline.enable_model_cpu_offload(device=on.device)
+    peaks, leftover_bytes = [], []
+    with simulator.open(), torch.no_grad():
+        pipeline.enable_model_cpu_offload(device=simulator.device)
         for _ in range(2):
-            on.reset_peak()
-            of.encode(pipeline)
-            peaks.append(on.peak_bytes())
-            left.append(on.allocated_bytes())
+            simulator.reset_peak()
+            model_subject.encode(pipeline)
+            peaks.append(simulator.peak_bytes())
+            leftover_bytes.append(simulator.allocated_bytes())
         pipeline.remove_all_hooks()
         pipeline.to("cpu")
-    shown = left[0] >= last_bytes and peaks[1] > peaks[0]
+    is_shown = leftover_bytes[0] >= last_bytes and peaks[1] > peaks[0]
     return {
-        "shown": shown,
+        "shown": is_shown,
         "last_encoder_bytes": last_bytes,
-        "left_bytes": left,
+        "left_bytes": leftover_bytes,
         "peak_bytes": peaks,
     }
 

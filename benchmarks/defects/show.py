@@ -27,15 +27,15 @@ PACKAGES = ("torch", "diffusers", "transformers", "accelerate")
 def show(reproduce: Callable[[], dict[str, Any]]) -> None:
     """Exit code 0 where the defect showed, 1 where these versions no longer have it."""
     warnings.filterwarnings("ignore")
-    found = reproduce()
+    result = reproduce()
     print(
         json.dumps(
             {
                 "defect": reproduce.__doc__,
-                **found,
+                **result,
                 "versions": {name: version(name) for name in PACKAGES},
             },
             indent=1,
         )
     )
-    sys.exit(0 if found["shown"] else 1)
+    sys.exit(0 if result["shown"] else 1)

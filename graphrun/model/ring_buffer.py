@@ -4,10 +4,11 @@ blocks it overwrites.
 Pure arithmetic, without time or device. Simulator and executor place the same blocks in the same
 order and get the same offsets.
 
-    capacity  |  block 3  |    block 1    |  block 2 |free|           |  block 3  |free|    block 1
-    | block 2 |
-              ^ placed after block 2, over block 0                    block 3 is longer: block 2
-              goes to the ring buffer's end
+    capacity  |  block 3  |    block 1    |  block 2 |free|
+              ^ placed after block 2, over block 0
+
+    capacity  |  block 3  |free|    block 1    | block 2 |
+              block 3 is longer: block 2 goes to the end of the ring buffer
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from typing import NamedTuple
 
 
 class RingSlot(NamedTuple):
-    """Where a block goes: bytes ``offset .. offset + nbytes`` of the ring buffer.
+    """Position of a block: bytes ``offset .. offset + nbytes`` of the ring buffer.
 
-    ``released``: numbers (from 0, ascending) of the earlier placements whose bytes are reused, and
-    of all placements before them. Their compute must be done before the new block is written; where
-    compute runs in placement order, waiting for the last one is enough. Each number is released
-    once.
+    ``released_numbers``: numbers (from 0, ascending) of the earlier placements whose bytes are
+    reused, and of all placements before them. Their compute must end before the new block is
+    written. If compute runs in placement order, waiting for the last number is enough. Each number
+    is released once.
     """
 
     offset: int
-    released: tuple[int, ...]
+    released_numbers: tuple[int, ...]
 
 
 class RingBuffer:
@@ -42,7 +43,7 @@ class RingBuffer:
         self.capacity_bytes = capacity_bytes
         self._head = 0
         self._count = 0
-        # start, end, number; oldest first. No two overlap
+        # start, end, number; oldest first, without overlaps
         self._live: deque[tuple[int, int, int]] = deque()
         self._by_start: list[tuple[int, int, int]] = []  # the same, sorted
 
@@ -50,30 +51,31 @@ class RingBuffer:
         """Place the next block of ``nbytes``: directly after the previous one, or at offset 0 if it
         does not fit there.
 
-        ``following_bytes``: size of the block after it, 0 if unknown. If that block will have to go
-        to offset 0 and would overlap this one there, this one goes to the end of the ring buffer;
-        so two consecutive blocks never overlap in a ring buffer with room for both. Raises
+        ``following_bytes``: size of the block after it, 0 if unknown. If that block must go to
+        offset 0 and would overlap this block there, this block goes to the end of the ring buffer.
+        So two consecutive blocks never overlap in a ring buffer with room for both. Raises
         ValueError if the block is larger than the ring buffer.
         """
         if nbytes > self.capacity_bytes:
             raise ValueError(
-                f"a block of {nbytes} bytes does not fit a ring buffer of {self.capacity_bytes} bytes"
+                f"a block of {nbytes} bytes does not fit a ring buffer of {self.capacity_bytes}"
+                " bytes"
             )
         start = self._head if self._head + nbytes <= self.capacity_bytes else 0
         if start < following_bytes and start + nbytes + following_bytes > self.capacity_bytes:
             start = self.capacity_bytes - nbytes
         end = start + nbytes
-        last, below = -1, bisect_left(self._by_start, (end, -1, -1))
-        while below and self._by_start[below - 1][1] > start:
-            below -= 1
-            last = max(last, self._by_start[below][2])
-        released = []
+        last, index = -1, bisect_left(self._by_start, (end, -1, -1))
+        while index and self._by_start[index - 1][1] > start:
+            index -= 1
+            last = max(last, self._by_start[index][2])
+        released_numbers = []
         while self._live and self._live[0][2] <= last:
             oldest = self._live.popleft()
             del self._by_start[bisect_left(self._by_start, oldest)]
-            released.append(oldest[2])
-        self._live.append(placed := (start, end, self._count))
-        insort(self._by_start, placed)
+            released_numbers.append(oldest[2])
+        self._live.append(placement := (start, end, self._count))
+        insort(self._by_start, placement)
         self._head = end
         self._count += 1
-        return RingSlot(start, tuple(released))
+        return RingSlot(start, tuple(released_numbers))

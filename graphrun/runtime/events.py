@@ -10,12 +10,13 @@ from graphrun.trace import Event
 
 @dataclass(slots=True)
 class EventRecorder:
-    """Collects the events of a run. Their times are marks of the device; `resolve_marks` turns
-    these into seconds after a barrier.
+    """Collects the events of a run.
 
-    ``origin``: start of the run, behind ``offset_seconds`` of slots that were performed before.
-    ``slot``: index of the open slot; ``moved_bytes``: weights copied to the device in it.
-    ``events``: those with known seconds.
+    Their times are marks of the device. After a barrier, `resolve_marks` turns marks into seconds.
+
+    ``origin``: start of the run, after ``offset_seconds`` of slots that ran earlier. ``slot``:
+    index of the open slot. ``moved_bytes``: weights copied to the device in this slot. ``events``:
+    events with known seconds.
     """
 
     device: Device
@@ -37,8 +38,10 @@ class EventRecorder:
         marks: tuple[Mark, Mark],
         device: Device | None = None,
     ) -> None:
-        """Records an `Event` with its start and end marks, which are those of ``device``, by
-        default the first one. The bytes of ``load`` and ``stream`` events count as moved."""
+        """Record an `Event` with its start and end marks on ``device`` (default: the main device).
+
+        The bytes of ``load`` and ``stream`` events count as moved.
+        """
         if kind in {"load", "stream"}:
             self.moved_bytes += nbytes
         self._unresolved.append(
@@ -46,7 +49,7 @@ class EventRecorder:
         )
 
     def seconds(self, mark: Mark, device: Device | None = None) -> float:
-        """Seconds from the start of the run to ``mark``. Call after a barrier."""
+        """Return the seconds from the start of the run to ``mark``. Call after a barrier."""
         return (
             self.offset_seconds
             + (device or self.device).seconds_at(mark)
@@ -54,9 +57,9 @@ class EventRecorder:
         )
 
     def resolve_marks(self) -> None:
-        """Turns the marks of new events into seconds. Call after a barrier."""
+        """Turn the marks of new events into seconds. Call after a barrier."""
         self.events += [
-            Event(*what, *(self.seconds(mark, of) for mark in marks))
-            for what, marks, of in self._unresolved
+            Event(*fields, *(self.seconds(mark, device) for mark in marks))
+            for fields, marks, device in self._unresolved
         ]
         self._unresolved.clear()

@@ -1,14 +1,15 @@
-"""Performs the actions of one slot of a plan.
+"""Perform the actions of one slot of a plan.
 
     it opens     drop | evict | reset peak | spill and restore | begin reads | allocate loads and
-    ring buffers | issue copies calls run    a block waits for its own copy, and a component on the
-    CPU for the read of its backing store it closes    issue the remaining prefetch | barrier |
-    release ring buffers and hooks | measure
+                 ring buffers | issue copies
+    calls run    a block waits for its copy; a component on the CPU waits for its backing store
+    it closes    issue the remaining prefetch | barrier | release ring buffers and hooks | measure
 
-Prefetch means loads for a later slot. Every copy is in the plan, and the loads that the slot
-computes with are issued before prefetch. Where a component is streamed, prefetch is issued in step
-with its streamed blocks, each time its ring buffer is full. So it uses time in which the copy
-stream would be idle."""
+Prefetch means loads for a later slot. Every copy is in the plan. The loads that the slot computes
+with are issued before the prefetch. If a component is streamed, prefetch is issued in step with its
+streamed blocks, whenever its ring buffer is full. Prefetch thus uses time in which the copy stream
+would be idle.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +22,16 @@ from graphrun.runtime.backing import Arena, Disk, PacedReads
 from graphrun.runtime.devices.device import Mark
 from graphrun.runtime.events import EventRecorder
 from graphrun.runtime.residency import Residency, blocks_of
-from graphrun.runtime.spilled import Values
+from graphrun.runtime.spilled import RunValues
 from graphrun.runtime.streamer import Streamer, Streaming
 from graphrun.trace import SlotTrace
 
 
 class OpenSlot:
-    """Executes slot number ``index`` of a plan: `open`, then `enter` before each call, then
-    `close`."""
+    """Executes slot number ``index`` of a plan.
+
+    Call `open`, then `enter` before each call into a component, then `close`.
+    """
 
     def __init__(
         self,
@@ -37,7 +40,7 @@ class OpenSlot:
         problem: Problem,
         residencies: Mapping[str, Residency],
         recorder: EventRecorder,
-        values: Values,
+        values: RunValues,
     ) -> None:
         self.index, self.slot = index, slot
         self._entries: Counter[str] = Counter()  # calls so far, by component
@@ -55,15 +58,17 @@ class OpenSlot:
         self._uses: dict[str, Use] = {use.component: use for use in phase.uses} if phase else {}
         self._streamers: dict[str, Streamer] = {}
         self._prefetch: deque[tuple[Residency, str]] = deque()  # (component, block) not yet issued
-        # of all prefetch in the slot, and issued so far
+        # bytes of all prefetch in the slot, and bytes issued so far
         self._prefetch_bytes = self._prefetched_bytes = 0
-        self._stream_bytes = 0  # of all streamed copies in the slot
+        self._stream_bytes = 0  # bytes of all streamed copies in the slot
         self._start: Mark = None
         self._reads: PacedReads | None = None
 
     def open(self) -> None:
-        """Performs or begins the slot's actions; calls into components may follow. Call after a
-        barrier."""
+        """Perform or begin the slot's actions; calls into components may follow.
+
+        Call after a barrier.
+        """
         recorder, device, residencies = self._recorder, self._device, self._residencies
         recorder.slot, recorder.moved_bytes = self.index, 0
         device.annotate(slot=f"slot {self.slot.phase} {self.slot.part}")
@@ -86,10 +91,10 @@ class OpenSlot:
                         residency.nbytes(path),
                         (self._start, self._start),
                     )
-        for each in device.every:
+        for accelerator in device.all_devices:
             if self.slot.part == "load":
-                each.release_cached()
-            each.reset_peak()
+                accelerator.release_cached()
+            accelerator.reset_peak()
         device.arenas.reset_peaks()
         for action in self.slot.actions:
             if isinstance(action, (Spill, Restore)):
@@ -117,12 +122,12 @@ class OpenSlot:
             for name in names
             if name in self._uses
         ]
-        reading = [
+        residencies_to_read = [
             residencies[action.component]
             for action in self.slot.actions
             if isinstance(action, Read)
         ]
-        self._begin_reads(reading, loads, streamings)
+        self._begin_reads(residencies_to_read, loads, streamings)
         for residency, path in loads:
             residency.allocate(path)
         for residency, streaming in streamings:
@@ -131,16 +136,16 @@ class OpenSlot:
                     residency, streaming, recorder, self._pace
                 )
             self._stream_bytes += sum(n * residency.nbytes(path) for path, n in streaming.streamed)
-        for each in device.every:
-            each.wait("copy", each.mark("compute"))
+        for accelerator in device.all_devices:
+            accelerator.wait("copy", accelerator.mark("compute"))
         for streamer in self._streamers.values():
             streamer.open()
-        # Late those whose backing store this slot reads: their blocks must be read before they are
-        # copied. Last those from pageable memory, since the host waits for their copies: when the
-        # slot closes, all of its compute is queued.
+        # Components whose backing store this slot reads come late: their blocks must be read before
+        # they are copied. Pageable memory comes last, because the host waits for its copies: when
+        # the slot closes, all of its compute is queued.
         prefetch = sorted(
             (block for block in loads if block[0].name not in self._uses),
-            key=lambda block: (block[0].backing_store.pageable, block[0] in reading),
+            key=lambda block: (block[0].backing_store.pageable, block[0] in residencies_to_read),
         )
         self._prefetch.extend(prefetch)
         self._prefetch_bytes = sum(residency.nbytes(path) for residency, path in prefetch)
@@ -148,12 +153,11 @@ class OpenSlot:
 
     @property
     def calls(self) -> int:
-        """Calls in this slot so far, of the component that was called most."""
+        """Calls in this slot so far, of the component with the most calls."""
         return max(self._entries.values(), default=0)
 
     def enter(self, component: str) -> Mark:
-        """To be called before each call into ``component``. Returns the mark at which the call
-        starts."""
+        """Call before each call into ``component``. Returns the mark at which the call starts."""
         self._entries[component] += 1
         if component in self._streamers:
             self._streamers[component].begin_call()
@@ -162,8 +166,7 @@ class OpenSlot:
         return self._device.mark("compute")
 
     def close(self) -> SlotTrace:
-        """Issues the copies and reads that are left, waits for all streams, and returns the
-        measurements of the slot."""
+        """Issue the remaining copies and reads, wait for all streams, and return measurements."""
         device, recorder = self._device, self._recorder
         for streamer in self._streamers.values():
             streamer.finish()
@@ -180,8 +183,8 @@ class OpenSlot:
         for secondary in device.secondaries:
             device.wait("compute", secondary.mark("copy"))
         end = device.mark("compute")
-        for each in reversed(device.every):
-            each.barrier()
+        for accelerator in reversed(device.all_devices):
+            accelerator.barrier()
         self.release()
         self._values.release_originals()
         recorder.resolve_marks()
@@ -199,8 +202,10 @@ class OpenSlot:
         )
 
     def release(self) -> None:
-        """Removes hooks and frees ring buffers, and waits for reads that no copy needs any more.
-        Loaded blocks stay on the device."""
+        """Remove hooks, free ring buffers, and wait for reads that no copy needs any more.
+
+        Loaded blocks stay on the device.
+        """
         for streamer in self._streamers.values():
             streamer.release()
         self._streamers.clear()
@@ -216,13 +221,16 @@ class OpenSlot:
 
     def _begin_reads(
         self,
-        reading: list[Residency],
+        residencies_to_read: list[Residency],
         loads: list[tuple[Residency, str]],
         streamings: list[tuple[Residency, Streaming]],
     ) -> None:
-        """Begins the slot's `Read` actions. They are paced by its fetches: the reads of blocks that
-        it copies from backing stores on disk, for loads and for every pass of a streamed block."""
-        for residency in reading:
+        """Begin the slot's `Read` actions, paced by its fetches.
+
+        Fetches are the reads of blocks that the slot copies from backing stores on disk, for loads
+        and for every pass of a streamed block.
+        """
+        for residency in residencies_to_read:
             residency.prepare_reads()
         passes = [
             (residency, path, n)
@@ -233,50 +241,55 @@ class OpenSlot:
         fetches = [copy for copy in copies if isinstance(copy[0].backing_store, Disk)]
         stores = dict.fromkeys(
             residency.backing_store
-            for residency in (*reading, *(residency for residency, _, _ in fetches))
+            for residency in (*residencies_to_read, *(residency for residency, _, _ in fetches))
         )
         self._reads = PacedReads(
             stores, sum(n * residency.nbytes(path) for residency, path, n in fetches)
         )
 
     def _streaming(self, component: str, loads: list[tuple[Residency, str]]) -> Streaming:
-        """What the slot copies of a component that it computes with: its own of ``loads``, and the
-        blocks of its `Stream`."""
+        """Return the copies of the slot for a component that it computes with.
+
+        These are its blocks among ``loads``, and the blocks of its `Stream`.
+        """
         numbers, use = self._problem.component(component), self._uses[component]
-        if (
-            numbers.granularity == "layers"
-        ):  # a layer that runs several times is listed as often, the remainder is not
+        # a layer that runs several times is listed as often, the unblocked weights are not listed
+        if numbers.granularity == "layers":
             order = [
                 (k, numbers.groups[k].blocks[i])
                 for k, i, _ in use.order
                 if numbers.groups[k].streamable
             ]
         else:
-            order = [(k, path) for k, of in enumerate(numbers.groups) for path in of.blocks]
+            order = [(k, path) for k, group in enumerate(numbers.groups) for path in group.blocks]
         action = next(
             (a for a in self.slot.actions if isinstance(a, Stream) and a.component == component),
             None,
         )
-        calls, kept = (
+        calls, kept_blocks = (
             use.group_calls_in(self.slot.part),
             set(blocks_of(numbers, action.keep if action else None)),
         )
         return Streaming(
             order=[path for _, path in order],
             loads=[path for residency, path in loads if residency.name == component],
-            streamed=[(path, calls[k]) for k, path in order if calls[k] and path not in kept],
+            streamed=[
+                (path, calls[k]) for k, path in order if calls[k] and path not in kept_blocks
+            ],
             ring_buffer_bytes=action.ring_buffer_bytes if action else 0,
         )
 
     def _pace(self) -> None:
-        """Issues prefetch in step with streaming: the fraction of all prefetch that is issued is at
-        most one block ahead of the fraction of all streamed bytes. If nothing is streamed, all
-        prefetch is due.
+        """Issue prefetch in step with streaming.
 
-        Only blocks that are in RAM are issued. If the next block is on disk, its read is begun.
+        The issued fraction of all prefetch is at most one block ahead of the issued fraction of all
+        streamed bytes. If nothing is streamed, all prefetch is due. Only blocks in RAM are issued.
+        If the next block is on disk, its read begins.
         """
         streamed_bytes = sum(streamer.streamed_bytes for streamer in self._streamers.values())
-        while self._prefetch and not any(streamer.waiting for streamer in self._streamers.values()):
+        while self._prefetch and not any(
+            streamer.is_waiting for streamer in self._streamers.values()
+        ):
             residency, path = self._prefetch[0]
             store = residency.backing_store
             if isinstance(store, Disk):

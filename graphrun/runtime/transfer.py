@@ -1,12 +1,13 @@
-"""Copies tensors between devices around calls, and blocks, that compute on a secondary device.
+"""Copy tensors between devices around calls and blocks that compute on a secondary device.
 
-    split component    | block | block | block | code  | block | block | device
-    |#######|       |       |#######|       |#######| secondary device                     >
-    |#####|#####| > > |###| >        constants cross once, at the first block that gets them
+    split component     | block | block | block | code  | block | block |
+    device              |#######|       |       |#######|       |#######|
+    secondary device            >|#####|#####| >       >|#####| >
 
-What a block on the secondary device gets is copied there unless it was copied in this call before.
-Of what it returns, what only further blocks there get stays (`Transfer.stay`), and all else is
-copied back. PyTorch orders the streams of both devices around each copy.
+Constants are transferred once, at the first block that gets them. An input of a block on the
+secondary device is copied there unless it was copied earlier in this call. An output that only
+further blocks there get stays there (`Transfer.stay`). All other outputs are copied back. PyTorch
+orders the streams of both devices around each copy.
 """
 
 from __future__ import annotations
@@ -24,26 +25,27 @@ from graphrun.runtime.devices.device import Device
 from graphrun.runtime.residency import Residency
 
 Copies = dict[int, tuple["weakref.ref[torch.Tensor]", torch.Tensor]]
-"""By id, tensors on the device, and the same on the secondary device."""
+"""id of a tensor on the device -> the tensor, and its copy on the secondary device."""
 
 Stays = Mapping[str, frozenset[int]]
-"""By path of a block on a secondary device, numbers of the tensors that stay there, of those that
-it makes."""
+"""Path of a block on a secondary device -> numbers of its output tensors that stay there."""
 
 
-def moved(
+def move_tensors(
     value: Any, source: torch.device, target: torch.device, copies: Copies | None = None
 ) -> Any:
-    """``value`` with every tensor on ``source`` replaced by a copy on ``target``; one that is there
-    twice, or in ``copies``, is copied once."""
-    known: Copies = {} if copies is None else copies
+    """Return ``value`` with every tensor on ``source`` replaced by a copy on ``target``.
+
+    A tensor that occurs twice, or is in ``copies``, is copied once.
+    """
+    copies_by_id: Copies = {} if copies is None else copies
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device != source:
             return tensor
-        if id(tensor) not in known or known[id(tensor)][0]() is not tensor:
-            known[id(tensor)] = weakref.ref(tensor), tensor.to(target)
-        return known[id(tensor)][1]
+        if id(tensor) not in copies_by_id or copies_by_id[id(tensor)][0]() is not tensor:
+            copies_by_id[id(tensor)] = weakref.ref(tensor), tensor.to(target)
+        return copies_by_id[id(tensor)][1]
 
     return walk(value, move)
 
@@ -56,11 +58,13 @@ def call_split(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """What ``proceed`` returns, a call of the component of ``residency``; some of its blocks may be
-    on secondary devices of ``device``."""
+    """Call ``proceed``, a call of the component of ``residency``, and return its result.
+
+    Some blocks of the component may be on secondary devices of ``device``.
+    """
     with contextlib.ExitStack() as stack:
         for secondary, paths in residency.splits:
-            _cross_at(
+            _hook_transfers(
                 stack,
                 device,
                 secondary,
@@ -68,48 +72,48 @@ def call_split(
                 stays,
             )
         result = proceed(*args, **kwargs)
-        for secondary, _ in residency.splits:  # of a call that leaves out the last block there
-            result = moved(result, secondary.torch_device, device.torch_device)
+        for secondary, _ in residency.splits:  # for calls that skip the last block there
+            result = move_tensors(result, secondary.torch_device, device.torch_device)
         return result
 
 
-def _cross_at(
+def _hook_transfers(
     stack: contextlib.ExitStack,
     device: Device,
     secondary: Device,
     blocks: Mapping[str, nn.Module],
     stays: Stays,
 ) -> None:
-    """Hooks, until ``stack`` is closed, with which ``blocks`` compute on ``secondary``."""
-    here, there, copies = device.torch_device, secondary.torch_device, Copies()
+    """Make ``blocks`` compute on ``secondary`` until ``stack`` is closed."""
+    main, target, copies = device.torch_device, secondary.torch_device, Copies()
     current = stack.enter_context(contextlib.ExitStack())
 
     def before(_: Any, args: Any, kwargs: Any) -> Any:
-        for known in [known for known, (original, _) in copies.items() if original() is None]:
-            del copies[known]
+        for key in [copy_id for copy_id, (original, _) in copies.items() if original() is None]:
+            del copies[key]
         current.enter_context(secondary.current())
-        return moved((args, kwargs), here, there, copies)
+        return move_tensors((args, kwargs), main, target, copies)
 
     def after(path: str, result: Any) -> Any:
         current.close()
         originals = {id(copy): original for original, copy in copies.values()}
-        staying, made = stays.get(path, frozenset()), dict[int, torch.Tensor]()
+        staying, outputs = stays.get(path, frozenset()), dict[int, torch.Tensor]()
 
-        def back(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.device != there or not tensor.nbytes:
-                return tensor.to(here) if tensor.device == there else tensor
+        def move_back(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device != target or not tensor.nbytes:
+                return tensor.to(main) if tensor.device == target else tensor
             if (original := originals.get(id(tensor))) is not None and (
-                given := original()
+                argument := original()
             ) is not None:
-                return given  # the block returns what it got
-            if id(tensor) not in made:
-                number = len(made)
-                made[id(tensor)] = tensor if number in staying else tensor.to(here)
+                return argument  # the block returns an input unchanged
+            if id(tensor) not in outputs:
+                number = len(outputs)
+                outputs[id(tensor)] = tensor if number in staying else tensor.to(main)
                 if number not in staying:
-                    copies[id(made[id(tensor)])] = weakref.ref(made[id(tensor)]), tensor
-            return made[id(tensor)]
+                    copies[id(outputs[id(tensor)])] = weakref.ref(outputs[id(tensor)]), tensor
+            return outputs[id(tensor)]
 
-        return walk(result, back)
+        return walk(result, move_back)
 
     for path, block in blocks.items():
         stack.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)

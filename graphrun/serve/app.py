@@ -11,12 +11,12 @@ from graphrun.serve import routes
 from graphrun.serve.answers import Pictures
 from graphrun.serve.errors import Refused
 from graphrun.serve.intake import Bounded
-from graphrun.serve.origins import Guarded, Names
+from graphrun.serve.origins import Guarded, ServerNames
 from graphrun.serve.service import Service
 
 
 def create_app(service: Service, host: str) -> FastAPI:
-    """The application on ``host``. ``service`` is started and closed by the caller."""
+    """Return the application on ``host``. The caller starts and closes ``service``."""
     settings = service.settings
     app = FastAPI(title="graphrun", version=settings.version, docs_url=None, redoc_url=None)
     if settings.allow_origins:
@@ -29,7 +29,7 @@ def create_app(service: Service, host: str) -> FastAPI:
             allow_private_network=True,
         )
     app.add_middleware(
-        Guarded, names=Names(host, settings.allow_hosts), origins=settings.allow_origins
+        Guarded, names=ServerNames(host, settings.allow_hosts), origins=settings.allow_origins
     )
     app.add_middleware(Bounded, bounds=settings.bounds)
     pictures = Pictures()

@@ -1,4 +1,4 @@
-"""What a server counts, in the format of Prometheus."""
+"""The metrics of a server, in the format of Prometheus."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 
 class Metrics:
-    """The counters of one server. Labels take few values: names of graphs and stages, statuses."""
+    """The metrics of one server. Labels take few values: names of graphs and stages, and
+    statuses."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -31,19 +32,21 @@ class Metrics:
         )
         self.worker = gauge("worker_pid", "Process id of the worker")
         self.planning = gauge("planning_requests", "Requests that wait for a plan")
-        self.waiting = gauge("waiting_requests", "Requests in the queue")
-        self.running = gauge("running_requests", "Requests that the worker runs")
+        self.queue_length = gauge("waiting_requests", "Requests in the queue")
+        self.active_requests = gauge("running_requests", "Requests that the worker runs")
         self.waiting_seconds = gauge(
             "waiting_seconds", "Predicted seconds until the queue is empty"
         )
         self.share = gauge(
             "share",
-            "Share of the budgets that a graph has; below 1 its weights stay beside those of others",
+            "Share of the budgets that a graph has; below 1 its weights stay beside those of "
+            "others",
             "graph",
         )
         self.clock = gauge(
             "clock_seconds",
-            "Seconds of the device's clock since the start, of virtual time on the simulated device",
+            "Seconds of the device's clock since the start, of virtual time on the simulated "
+            "device",
         )
         self.ready = gauge("ready", "1 where requests are admitted and run")
         self.peak_bytes = gauge("peak_bytes", "Device memory of the last run", "graph", "kind")
@@ -56,5 +59,5 @@ class Metrics:
         )
 
     def text(self) -> bytes:
-        """The text that Prometheus reads."""
+        """Return the text that Prometheus reads."""
         return generate_latest(self.registry)

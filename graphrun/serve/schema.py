@@ -1,5 +1,5 @@
-"""What OpenAPI says of the bodies, which the handlers read themselves. Further fields are inputs of
-the graph."""
+"""The OpenAPI schema of the bodies, which the handlers read themselves. Further fields are inputs
+of the graph."""
 
 from __future__ import annotations
 

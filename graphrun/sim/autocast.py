@@ -1,9 +1,9 @@
-"""``torch.autocast("sim")``: operators that CUDA computes in the lower precision, in fp32, or in
-the widest of their arguments.
+"""``torch.autocast("sim")``: which operators run in the lower precision, in fp32, or in the widest.
 
-PyTorch has these rules for its own devices only (``AT_FORALL_*`` in aten/src/ATen/autocast_mode.h
-of 2.13, for CUDA). The kernels cast tensors on ``sim``; in dry runs `graphrun.sim.casts` does.
-Weights are cast again in each call: a cache of casts would occupy memory that no plan knows.
+The lists are CUDA's (``AT_FORALL_*`` in aten/src/ATen/autocast_mode.h of 2.13), since PyTorch has
+such rules for its own devices only. "Widest" means the widest dtype of the arguments. The kernels
+here cast tensors on ``sim``; in dry runs `graphrun.sim.casts` does. Weights are cast again in each
+call: a cache of casts would occupy memory that no plan includes.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 LOWER = """
-_convolution addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
-conv_transpose3d convolution gru_cell linalg_multi_dot linalg_vecdot linear lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell
+_convolution addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc
+conv_transpose1d conv_transpose2d conv_transpose3d convolution gru_cell linalg_multi_dot
+linalg_vecdot linear lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell
 scaled_dot_product_attention
 """
 FP32 = """
-acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cumprod cumsum dist erfinv exp expm1
-group_norm hinge_embedding_loss kl_div l1_loss layer_norm linalg_matrix_norm linalg_vector_norm log log10 log1p log2 log_softmax
-margin_ranking_loss mse_loss multilabel_margin_loss native_layer_norm nll_loss norm nuclear_norm pdist poisson_nll_loss pow prod
-reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss softmax softplus sum tan triplet_margin_loss
+acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity
+cumprod cumsum dist erfinv exp expm1 group_norm hinge_embedding_loss kl_div l1_loss layer_norm
+linalg_matrix_norm linalg_vector_norm log log10 log1p log2 log_softmax margin_ranking_loss mse_loss
+multilabel_margin_loss native_layer_norm nll_loss norm nuclear_norm pdist poisson_nll_loss pow prod
+reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss softmax softplus sum tan
+triplet_margin_loss
 """
 WIDEST = (
     "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot"
@@ -34,8 +37,10 @@ _SIM = "sim"
 
 
 def register() -> tuple[Any, ...]:
-    """Registers the kernels, once. Returns the libraries that they are in; the kernels are
-    unregistered when those are freed."""
+    """Register the kernels, once, and return their libraries.
+
+    The kernels are unregistered when the libraries are freed.
+    """
     everything: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     everything.fallback(torch.library.fallthrough_kernel, _KEY.name)
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -55,21 +60,20 @@ def _kernel(func: Any, dtype_of: Callable[[list[torch.Tensor]], torch.dtype]) ->
     takes_dtype = any(argument.name == "dtype" for argument in func._schema.arguments)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        # which is how PyTorch turns autocast off
+        # PyTorch turns autocast off in the same way.
         torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, True)
         try:
-            found: list[torch.Tensor] = []
+            tensors: list[torch.Tensor] = []
             tree_map_only(
                 torch.Tensor,
-                lambda tensor: found.append(tensor) if _is_eligible(tensor) else None,
+                lambda tensor: tensors.append(tensor) if _is_eligible(tensor) else None,
                 (args, kwargs),
             )
-            if not found:
+            if not tensors:
                 return func(*args, **kwargs)
-            dtype = dtype_of(found)
-            if (
-                takes_dtype and dtype_of is _fp32
-            ):  # the sum of many is taken in fp32, without casting what is summed
+            dtype = dtype_of(tensors)
+            # A sum is accumulated in fp32 without casting its inputs.
+            if takes_dtype and dtype_of is _fp32:
                 return func(*args, **{**kwargs, "dtype": kwargs.get("dtype") or dtype})
 
             def cast(tensor: torch.Tensor) -> torch.Tensor:

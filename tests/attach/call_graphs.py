@@ -21,7 +21,7 @@ from graphrun.model.problem import Problem
 from graphrun.ops.call import Sound
 from graphrun.profile.dry_run import probe
 from graphrun.profile.hardware import simulated
-from graphrun.profile.problems import Limits, problem_of
+from graphrun.profile.problems import ProblemLimits, problem_of
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.runtime.executor import follow, stages_for
 from graphrun.runtime.host import Host
@@ -48,7 +48,11 @@ class Called:
     def problem(self, budget_bytes: int = AMPLE) -> Problem:
         inputs = self.graph.for_planning({})
         return problem_of(
-            self.graph, probe(self.graph, inputs), simulated(), Limits(budget_bytes, AMPLE), inputs
+            self.graph,
+            probe(self.graph, inputs),
+            simulated(),
+            ProblemLimits(budget_bytes, AMPLE),
+            inputs,
         )
 
     def run(self, problem: Problem) -> Trace:
@@ -61,8 +65,8 @@ class Called:
         trace = follow(solution_of(problem, plan), host, self.device, stages)
         slots = simulate(problem, plan).slots
         assert all(
-            measured.peak_bytes <= slot.peak_bytes
-            for measured, slot in zip(trace.slots, slots, strict=True)
+            trace_slot.peak_bytes <= slot.peak_bytes
+            for trace_slot, slot in zip(trace.slots, slots, strict=True)
         )
         assert trace.left_bytes == self.device.allocated_bytes == 0
         return trace
@@ -85,19 +89,19 @@ def called(name: str, folder: Path, output: str = "image") -> Called:
     torch.manual_seed(1)
     generator = {"generator": torch.Generator().manual_seed(3)} if case.steps else {}
     output_type = {"output_type": "pil"} if output in ("image", "video") else {}
-    made = pipe(**arguments, **generator, **output_type)
-    found = next(iter(vars(made).values())) if hasattr(made, "__dict__") else made[0]
+    result = pipe(**arguments, **generator, **output_type)
+    value = next(iter(vars(result).values())) if hasattr(result, "__dict__") else result[0]
     modules = {n: m for n, m in modules_of(pipe).items() if n in graph.components}
-    return Called(graph, media, modules, found, SimulatedDevice(Machine()))
+    return Called(graph, media, modules, value, SimulatedDevice(Machine()))
 
 
 def modules_of(pipe: Any) -> dict[str, Any]:
-    found = {n: part for n, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
-    nets = getattr(found.get("controlnet"), "nets", None)
+    modules = {n: part for n, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+    nets = getattr(modules.get("controlnet"), "nets", None)
     if nets is not None:
-        del found["controlnet"]
-        found |= {f"controlnet_{number}": net for number, net in enumerate(nets)}
-    return found
+        del modules["controlnet"]
+        modules |= {f"controlnet_{number}": net for number, net in enumerate(nets)}
+    return modules
 
 
 def written(
@@ -115,9 +119,9 @@ def written(
         if isinstance(v, (bool, int, float, str)) and not k.startswith("_")
     }
     inputs = {name: declared(name, value) for name, value in media.items()}
-    passed = {name: f"${name}" if name in media else value for name, value in arguments.items()}
+    references = {name: f"${name}" if name in media else value for name, value in arguments.items()}
     if case.steps:
-        passed |= {"num_inference_steps": case.steps, "seed": 3}
+        references |= {"num_inference_steps": case.steps, "seed": 3}
     content = {
         "graphrun": 1,
         "name": "called",
@@ -133,7 +137,7 @@ def written(
             for n, p in pipe.components.items()
             if p is not None and not isinstance(p, (torch.nn.Module, list))
         },
-        "stages": {"make": {"op": "call", "uses": list(modules), "with": passed}},
+        "stages": {"make": {"op": "call", "uses": list(modules), "with": references}},
         "outputs": {output: f"$make.{output}"},
     }
     path = folder / "called.yaml"

@@ -92,15 +92,15 @@ CHANGES: list[tuple[str, Callable[[Any], Any]]] = [
 
 
 @pytest.mark.parametrize("number", sampled(range(len(CHANGES)), [0, 5, 7], "changes"))
-@pytest.mark.parametrize("between", [False, True], ids=["before", "between"])
-def test_methods_that_change_modules_are_no_calls(number: int, between: bool) -> None:
+@pytest.mark.parametrize("is_between", [False, True], ids=["before", "between"])
+def test_methods_that_change_modules_are_no_calls(number: int, is_between: bool) -> None:
     name, change = CHANGES[number]
     case = CASES[name]
     plain, pipe = case.build(), case.build()
     change(plain)
     want = case.call(plain)
     attachment, device = attached(pipe)
-    if between:
+    if is_between:
         case.call(pipe)
     solution, held_bytes = attachment.solution, device.allocated_bytes
     change(pipe)
@@ -116,9 +116,9 @@ def test_detaching_inside_a_call_is_done_when_it_ends() -> None:
     pipe = SD.build()
     want = SD.call(pipe)
     attachment, device = attached(pipe)
-    inside: list[Any] = []
-    got = stepping(lambda: (attachment.detach(), inside.append(pipe.graphrun))).call(pipe)
-    assert inside == [attachment]
+    errors: list[Any] = []
+    got = stepping(lambda: (attachment.detach(), errors.append(pipe.graphrun))).call(pipe)
+    assert errors == [attachment]
     assert equal(got, want)
     assert_detached(pipe, device, SD.kind)
     attachment.detach()
@@ -172,11 +172,11 @@ def test_a_change_in_a_callback_has_its_effect_and_leaves_nothing_on_the_device(
     attachment, device = attached(pipe, 2.0)
     assert equal(stepping(lambda: change(pipe)).call(pipe), want)
     assert device.allocated_bytes == attachment.held_bytes
-    after = SD.call(plain)
-    assert equal(SD.call(pipe), after)
+    next_output = SD.call(plain)
+    assert equal(SD.call(pipe), next_output)
     attachment.detach()
     assert_detached(pipe, device, SD.kind)
-    assert equal(SD.call(pipe), after)
+    assert equal(SD.call(pipe), next_output)
 
 
 def other(pipe: Any) -> Any:
@@ -187,19 +187,24 @@ def other(pipe: Any) -> Any:
     ("change", "message"),
     [
         (
-            lambda pipe, beside: graphrun.attach(pipe, vram="1G", device="sim"),
+            lambda pipe, other_attachment: graphrun.attach(pipe, vram="1G", device="sim"),
             r"attached to StableDiffusionPipeline already",
         ),
         (
-            lambda pipe, beside: graphrun.attach(other(pipe), vram="1G", device="sim"),
+            lambda pipe, other_attachment: graphrun.attach(other(pipe), vram="1G", device="sim"),
             r"a call of another attached pipeline runs",
         ),
         (
-            lambda pipe, beside: beside.pipe.encode_prompt("a", "cpu", 1, False),
+            lambda pipe, other_attachment: other_attachment.pipe.encode_prompt(
+                "a", "cpu", 1, False
+            ),
             r"a call of another attached pipeline runs with",
         ),
-        (lambda pipe, beside: beside.detach(), r"a call of another attached pipeline runs with"),
-        (lambda pipe, beside: pipe.fuse_lora(), r"fuse_lora\(\) before or after it"),
+        (
+            lambda pipe, other_attachment: other_attachment.detach(),
+            r"a call of another attached pipeline runs with",
+        ),
+        (lambda pipe, other_attachment: pipe.fuse_lora(), r"fuse_lora\(\) before or after it"),
     ],
     ids=["attach", "attach another", "call another", "detach another", "fuse a LoRA"],
 )
@@ -208,13 +213,13 @@ def test_moving_the_weights_of_a_running_call_is_refused(
 ) -> None:
     pipe = SD.build()
     want = SD.call(pipe)
-    beside = graphrun.attach(other(pipe), vram="1G", device="sim")
+    other_attachment = graphrun.attach(other(pipe), vram="1G", device="sim")
     attachment, device = attached(pipe)
     with pytest.raises(InputError, match=message):
-        stepping(lambda: change(pipe, beside)).call(pipe)
+        stepping(lambda: change(pipe, other_attachment)).call(pipe)
     assert device.allocated_bytes == 0
     assert equal(SD.call(pipe), want)
     attachment.detach()
-    beside.detach()
+    other_attachment.detach()
     assert_detached(pipe, device, SD.kind)
     assert equal(SD.call(pipe), want)

@@ -29,7 +29,7 @@ def seeded(film: Film, text: str = TEXT, **arguments: Any) -> Any:
 
 
 @pytest.fixture
-def attached() -> Iterator[tuple[Film, Any, SimulatedDevice]]:
+def attached_film() -> Iterator[tuple[Film, Any, SimulatedDevice]]:
     film, device = Film(), SimulatedDevice(Machine())
     vram = int(0.8 * film.bytes())
     with graphrun.attach(
@@ -38,12 +38,16 @@ def attached() -> Iterator[tuple[Film, Any, SimulatedDevice]]:
         yield film, attachment, device
 
 
-def test_an_object_with_modules_of_its_own_streams_with_equal_results(attached: Any) -> None:
-    film, attachment, device = attached
+def test_an_object_with_modules_of_its_own_streams_with_equal_results(attached_film: Any) -> None:
+    film, attachment, device = attached_film
     with device.machine:
-        moved = Film().to("sim")
-        want = [seeded(moved).cpu(), seeded(moved, "two ships").cpu(), seeded(moved, units=5).cpu()]
-        del moved
+        program = Film().to("sim")
+        want = [
+            seeded(program).cpu(),
+            seeded(program, "two ships").cpu(),
+            seeded(program, units=5).cpu(),
+        ]
+        del program
     for text, units, expected in [
         (TEXT, 3, want[0]),
         (TEXT, 3, want[0]),
@@ -68,16 +72,18 @@ def test_an_object_with_modules_of_its_own_streams_with_equal_results(attached: 
     assert equal(seeded(film), seeded(Film()))
 
 
-def test_what_a_call_leaves_in_the_program_is_no_change_and_a_setting_is(attached: Any) -> None:
-    film, attachment, _ = attached
-    told: list[str] = []
-    attachment._tell = told.append
+def test_what_a_call_leaves_in_the_program_is_no_change_and_a_setting_is(
+    attached_film: Any,
+) -> None:
+    film, attachment, _ = attached_film
+    messages: list[str] = []
+    attachment._tell = messages.append
     seeded(film)
     seeded(film)
-    assert len(told) == 1
+    assert len(messages) == 1
     film.steps = 3
     assert equal(seeded(film), seeded_with(Film(), steps=3))
-    assert len(told) == 2
+    assert len(messages) == 2
 
 
 def seeded_with(film: Film, **settings: Any) -> Any:
@@ -86,9 +92,9 @@ def seeded_with(film: Film, **settings: Any) -> Any:
 
 
 def test_autocast_around_the_call_is_seen_by_its_dry_run_and_gets_a_plan_of_its_own(
-    attached: Any,
+    attached_film: Any,
 ) -> None:
-    film, attachment, device = attached
+    film, attachment, device = attached_film
     with device.machine, torch.autocast("sim", torch.bfloat16):
         want = seeded(Film().to("sim")).float().cpu()
     assert not equal(seeded(film), want)
@@ -105,7 +111,8 @@ def test_autocast_around_the_call_is_seen_by_its_dry_run_and_gets_a_plan_of_its_
     [
         (
             {},
-            r"Film is no pipeline of diffusers.*components=\{'models_text': ..., 'dit': ..., 'vae': ...\}, entries=.*generate",
+            r"Film is no pipeline of diffusers.*components=\{'models_text': ..., 'dit': ..., "
+            r"'vae': ...\}, entries=.*generate",
         ),
         ({"components": {"dit": Film().dit}, "entries": ["generate"]}, "Film does not hold dit"),
         (
@@ -136,8 +143,8 @@ def test_what_attach_cannot_take_is_refused_with_what_to_type(
         graphrun.attach(film, vram="1G", device="sim", **arguments)
 
 
-def test_methods_that_move_modules_are_refused_with_what_to_leave_out(attached: Any) -> None:
-    film, _, device = attached
+def test_methods_that_move_modules_are_refused_with_what_to_leave_out(attached_film: Any) -> None:
+    film, _, device = attached_film
     with pytest.raises(
         BrokenPlan,
         match="moves or casts transformer to cuda.*leave out the argument that asks for it",
@@ -152,24 +159,24 @@ def test_methods_that_move_modules_are_refused_with_what_to_leave_out(attached: 
 
 
 def test_another_text_for_a_module_that_pads_it_is_in_the_plan_and_a_longer_one_is_not() -> None:
-    told, plain, device = Told(), Told(), SimulatedDevice(Machine())
-    vram = int(0.8 * sum(tensor.nbytes for tensor in told.reader.parameters()))
-    said = list[str]()
+    program, plain, device = Told(), Told(), SimulatedDevice(Machine())
+    vram = int(0.8 * sum(tensor.nbytes for tensor in program.reader.parameters()))
+    messages = list[str]()
     attaching = {
-        "components": {"reader": told.reader},
+        "components": {"reader": program.reader},
         "entries": ["read"],
         "vram": vram,
         "device": device,
-        "tell": said.append,
+        "tell": messages.append,
     }
-    with graphrun.attach(told, **attaching) as attachment:
+    with graphrun.attach(program, **attaching) as attachment:
         for text in ("a ship", "two ships", "a ship", "a storm"):
-            assert equal(told.read(text), plain.read(text))
+            assert equal(program.read(text), plain.read(text))
             assert attachment.replans == ()
-        assert len(said) == 1
+        assert len(messages) == 1
         for text in ("a lighthouse in a storm", "a ship"):
-            assert equal(told.read(text), plain.read(text))
-        assert len(said) > 1
+            assert equal(program.read(text), plain.read(text))
+        assert len(messages) > 1
 
 
 def test_a_model_of_transformers_generates_a_text_for_a_picture() -> None:
@@ -187,13 +194,15 @@ def test_a_model_of_transformers_generates_a_text_for_a_picture() -> None:
         model, components=components, entries=["generate"], vram=vram, device=device
     ) as attachment:
         with device.machine:
-            there = picture.to("sim")
+            device_picture = picture.to("sim")
         for arguments, want in [
             ({"eos_token_id": end}, short),
             ({}, long),
             ({"eos_token_id": end}, short),
         ]:
-            assert torch.equal(model.generate(there, do_sample=False, **arguments).cpu(), want)
+            assert torch.equal(
+                model.generate(device_picture, do_sample=False, **arguments).cpu(), want
+            )
             assert attachment.replans == ()
             assert attachment.solution is not None
             assert attachment.trace is not None

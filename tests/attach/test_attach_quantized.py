@@ -55,14 +55,14 @@ def test_quantized_components_are_placed_and_released(precision: str) -> None:
     want, pipe, device = SDXL.call(built(precision)), built(precision), SimulatedDevice(Machine())
     kinds = {path: type(child) for path, child in pipe.unet.named_modules()}
     assert any(kind.__module__.startswith("bitsandbytes") for kind in kinds.values())
-    with graphrun.attach(pipe, vram=int(0.95 * weight_bytes(pipe)), device=device) as attached:
+    with graphrun.attach(pipe, vram=int(0.95 * weight_bytes(pipe)), device=device) as attachment:
         peaks = []
         for _ in range(3):
             assert equal(SDXL.call(pipe), want)
-            assert attached.replans == ()
-            assert device.allocated_bytes == attached.held_bytes
-            assert attached.trace is not None
-            peaks.append(attached.trace.peak_bytes)
+            assert attachment.replans == ()
+            assert device.allocated_bytes == attachment.held_bytes
+            assert attachment.trace is not None
+            peaks.append(attachment.trace.peak_bytes)
     assert peaks[1] == peaks[2], "steady"
     assert {path: type(child) for path, child in pipe.unet.named_modules()} == kinds
     assert equal(SDXL.call(pipe), want)

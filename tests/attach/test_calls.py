@@ -55,8 +55,8 @@ def test_a_call_stage_gives_the_pipelines_own_output_in_the_planned_bytes(
 ) -> None:
     case = called(name, tmp_path, CASES[name])
     problem = case.problem()
-    made, expected = pixels(case.run(problem).outputs[CASES[name]]), pixels(case.expected)
-    assert np.array_equal(made, expected.reshape(made.shape))
+    output, expected = pixels(case.run(problem).outputs[CASES[name]]), pixels(case.expected)
+    assert np.array_equal(output, expected.reshape(output.shape))
     assert {phase.stage for phase in problem.phases} == {"make"}
     assert {use.component for phase in problem.phases for use in phase.uses} == set(case.modules)
 
@@ -107,22 +107,22 @@ def test_an_ip_adapter_adds_its_tensors_and_depends_on_its_picture(tmp_path: Pat
         getattr(pipe, name).load_state_dict(module.state_dict(), strict=False)
     pipe.unet._load_ip_adapter_weights([state], low_cpu_mem_usage=False)
     pipe.set_ip_adapter_scale(0.7)
-    made = pipe(
+    image = pipe(
         **arguments, num_inference_steps=case.steps, generator=torch.Generator().manual_seed(3)
     ).images[0]
     graph_case = Called(
-        graph, {"ip_adapter_image": picture(32)}, modules, made, SimulatedDevice(Machine())
+        graph, {"ip_adapter_image": picture(32)}, modules, image, SimulatedDevice(Machine())
     )
     assert np.array_equal(
-        pixels(graph_case.run(graph_case.problem()).outputs["image"]), pixels(made)
+        pixels(graph_case.run(graph_case.problem()).outputs["image"]), pixels(image)
     )
     other = Called(
-        graph, {"ip_adapter_image": picture(32, 1)}, modules, made, SimulatedDevice(Machine())
+        graph, {"ip_adapter_image": picture(32, 1)}, modules, image, SimulatedDevice(Machine())
     )
-    assert not np.array_equal(pixels(other.run(other.problem()).outputs["image"]), pixels(made))
+    assert not np.array_equal(pixels(other.run(other.problem()).outputs["image"]), pixels(image))
     # block by block, from the file
-    fresh = Called(graph, graph_case.inputs, {}, made, graph_case.device)
-    assert np.array_equal(pixels(fresh.run(fresh.problem()).outputs["image"]), pixels(made))
+    fresh = Called(graph, graph_case.inputs, {}, image, graph_case.device)
+    assert np.array_equal(pixels(fresh.run(fresh.problem()).outputs["image"]), pixels(image))
 
 
 def test_a_file_that_is_not_an_adapter_is_an_error_at_the_components_line(tmp_path: Path) -> None:
@@ -141,12 +141,12 @@ def test_a_file_that_is_not_an_adapter_is_an_error_at_the_components_line(tmp_pa
         data = yaml.safe_load(path.read_text())
         data["components"][component]["ip_adapters"] = [{"file": f"{file}.safetensors"}]
         (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(data))
-        said = (
+        message = (
             wrong[f"{file}.safetensors"]
             if component == "unet"
             else "AutoencoderKL does not support IP-Adapters"
         )
-        with pytest.raises(GraphError, match=f"wrong.yaml:.*{component}.ip_adapters.*{said}"):
+        with pytest.raises(GraphError, match=f"wrong.yaml:.*{component}.ip_adapters.*{message}"):
             made(tmp_path / "wrong.yaml", component)
 
 

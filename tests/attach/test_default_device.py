@@ -40,9 +40,9 @@ def image() -> np.ndarray:
 def test_a_graph_is_planned_and_run_with_the_same_bits() -> None:
     plain = image()
     with meta_default():
-        found = image()
+        output = image()
         assert torch.empty(1).is_meta
-    assert np.array_equal(plain, found)
+    assert np.array_equal(plain, output)
 
 
 def test_an_attached_pipeline_gives_the_same_bits_and_its_weights_come_back() -> None:
@@ -53,7 +53,7 @@ def test_an_attached_pipeline_gives_the_same_bits_and_its_weights_come_back() ->
             pipe, vram=int(0.95 * weight_bytes(pipe)), device=SimulatedDevice(Machine())
         ),
     ):
-        attached = seeded(pipe)
+        output = seeded(pipe)
         assert torch.empty(1).is_meta
-    assert equal(plain, attached)
+    assert equal(plain, output)
     assert equal(plain, seeded(pipe))

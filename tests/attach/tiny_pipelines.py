@@ -49,13 +49,17 @@ class Case:
         """The output of ``pipe`` for the arguments, with fresh generators. ``put`` moves argument
         tensors to a device."""
         torch.manual_seed(1)
-        given = {
+        arguments = {
             name: put(value) if isinstance(value, torch.Tensor) else value
             for name, value in self.arguments().items()
         }
         generator = {} if self.steps == 0 else {"generator": torch.Generator().manual_seed(3)}
         return pipe(
-            **{**({"num_inference_steps": self.steps} if self.steps else {}), **generator, **given}
+            **{
+                **({"num_inference_steps": self.steps} if self.steps else {}),
+                **generator,
+                **arguments,
+            }
         )
 
 
@@ -80,12 +84,12 @@ def _case(
     and back in the call."""
 
     def built() -> dict[str, Any]:
-        found = {key: _made(value) for key, value in parts.items()}
+        parts_by_name = {key: _made(value) for key, value in parts.items()}
         if dtype == "float32":
-            return found
+            return parts_by_name
         return {
             key: part.to(getattr(torch, dtype)) if isinstance(part, torch.nn.Module) else part
-            for key, part in found.items()
+            for key, part in parts_by_name.items()
         }
 
     return Case(
@@ -108,26 +112,26 @@ def tiny(name: str, **changes: Any) -> Any:
     if "tokenizer_file" in config:
         config["tokenizer_file"] = str(ROOT / config["tokenizer_file"])
     if hasattr(kind, "from_config"):
-        made = kind.from_config(config)
+        part = kind.from_config(config)
     else:
-        made = (
+        part = (
             kind(kind.config_class(**config))
             if getattr(kind, "config_class", None)
             else kind(**config)
         )
     for key, value in row.get("fill", {}).items():
-        getattr(made, key).data.fill_(value)
-    for module in (module for key in row.get("noise", ()) for module in getattr(made, key)):
+        getattr(part, key).data.fill_(value)
+    for module in (module for key in row.get("noise", ()) for module in getattr(part, key)):
         module.weight.data.normal_(std=0.1)
     for key, value in row.get("set", {}).items():
-        setattr(made, key, value)
-    return made
+        setattr(part, key, value)
+    return part
 
 
 @cache
 def _table(file: str) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((FOLDER / file).read_text())
-    return found
+    entries: dict[str, Any] = yaml.safe_load((FOLDER / file).read_text())
+    return entries
 
 
 def _class(name: str) -> Any:
@@ -147,8 +151,10 @@ def _made(value: Any) -> Any:
     if isinstance(value, list):
         return [_made(item) for item in value]
     if isinstance(value, dict):
-        (name, given), *more = value.items()
-        return tiny(name, **given) if _is_component(name) else MEDIA[name](given, **dict(more))
+        (name, settings), *rest = value.items()
+        return (
+            tiny(name, **settings) if _is_component(name) else MEDIA[name](settings, **dict(rest))
+        )
     return tiny(value) if _is_component(value) else value
 
 
@@ -207,12 +213,12 @@ def frozen(pipe: Any) -> Any:
     return pipe
 
 
-def checked_peak_bytes(attached: Any, device: Any) -> int:
+def checked_peak_bytes(attachment: Any, device: Any) -> int:
     """The peak of the last run in bytes. Asserts that it left weights alone on ``device``, was not
     replanned and broke no cap."""
-    assert device.allocated_bytes == attached.held_bytes
-    assert attached.solution is not None
-    assert attached.trace is not None
-    assert attached.trace.overruns == ()
-    assert attached.replans == ()
-    return int(attached.trace.peak_bytes)
+    assert device.allocated_bytes == attachment.held_bytes
+    assert attachment.solution is not None
+    assert attachment.trace is not None
+    assert attachment.trace.overruns == ()
+    assert attachment.replans == ()
+    return int(attachment.trace.peak_bytes)

@@ -14,7 +14,8 @@ from graphrun.errors import InputError
 def test_json_lines(flux: Any, tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
     file.write_bytes(
-        b'\xef\xbb\xbf{"prompt": "a", "seed": 3}\n\n"b"\r\n{"prompt": \n[1]\n{"hight": 2}\n\xff\n{"steps": 0}\n'
+        b'\xef\xbb\xbf{"prompt": "a", "seed": 3}\n\n"b"\r\n{"prompt": \n[1]\n'
+        b'{"hight": 2}\n\xff\n{"steps": 0}\n'
     )
     requests = resolved(read_requests(file), flux, {"steps": 7})
     good = {request.number: request.inputs for request in requests if not request.error}

@@ -40,18 +40,18 @@ def whole(batch: Any, sink: Any, tmp_path_factory: pytest.TempPathFactory) -> di
 
 @pytest.mark.parametrize("first", random.Random(7).sample(range(1, 24), 3))
 def test_killed_at_any_write_it_resumes_and_ends_with_the_same_bits(
-    batch: Any, sink: Any, killed: Any, whole: dict[str, bytes], first: int, tmp_path: Path
+    batch: Any, sink: Any, kill_run: Any, whole: dict[str, bytes], first: int, tmp_path: Path
 ) -> None:
     def work() -> Any:
         return batch(REQUESTS, sink=sink(tmp_path / "out"), resume=tmp_path / "state")
 
-    kills = [moment for moment in (first, 5) if not killed(work, moment)]
+    kills = [moment for moment in (first, 5) if not kill_run(work, moment)]
     assert first in kills
     work()
     assert pictures(tmp_path / "out") == whole
-    again = work()
-    assert again.done_before == (1, 2, 3)
-    assert not again.traces, "what is done is not done again"
+    resumed_batch = work()
+    assert resumed_batch.done_before == (1, 2, 3)
+    assert not resumed_batch.traces, "what is done is not done again"
 
 
 class Interrupted(BaseException):
@@ -69,17 +69,17 @@ def interrupted(batch: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
             def saved(stage: str, state: Any) -> None:
                 save(stage, state)
-                if state.done == 2:
+                if state.finished_steps == 2:
                     raise Interrupted
 
             part.save = saved  # type: ignore[method-assign]
             return part
 
-    def run(*arguments: Any, **more: Any) -> None:
+    def run(*arguments: Any, **options: Any) -> None:
         with monkeypatch.context() as patch:
             patch.setattr("graphrun.batch.journal.Journal", Broken)
             with pytest.raises(Interrupted):
-                batch(*arguments, **more)
+                batch(*arguments, **options)
 
     return run
 
@@ -112,8 +112,8 @@ def test_a_loop_whose_state_does_not_fit_restarts_and_says_so(
     restarts = []
 
     class Listener(Watcher):
-        def restarts(self, stage: str, why: str) -> None:
-            restarts.append((stage, why))
+        def restarts(self, stage: str, reason: str) -> None:
+            restarts.append((stage, reason))
 
     interrupted(REQUESTS[:1], resume=tmp_path)
     journal = Journal(tmp_path)
@@ -122,11 +122,13 @@ def test_a_loop_whose_state_does_not_fit_restarts_and_says_so(
     assert state is not None
     request.save("denoise", replace(state, latents=state.latents[:, :1]))
     journal.close()
-    found = batch(REQUESTS[:1], resume=tmp_path, watcher=Listener())
-    assert found.outputs[1]["image"].tobytes() == batch(REQUESTS[:1]).outputs[1]["image"].tobytes()
-    ((stage, why),) = restarts
+    results = batch(REQUESTS[:1], resume=tmp_path, watcher=Listener())
+    assert (
+        results.outputs[1]["image"].tobytes() == batch(REQUESTS[:1]).outputs[1]["image"].tobytes()
+    )
+    ((stage, reason),) = restarts
     assert stage == "denoise of request 1"
-    assert "in the saved state: remove it and start again" in why
+    assert "in the saved state: remove it and start again" in reason
 
 
 def test_another_graph_is_refused_with_what_changed(batch: Any, flux: Any, tmp_path: Path) -> None:
@@ -141,9 +143,9 @@ def test_another_graph_is_refused_with_what_changed(batch: Any, flux: Any, tmp_p
         )
     with pytest.raises(InputError, match=r"inputs of request 1: was .*'a'.*, is .*'c'"):
         batch([{"prompt": "c", "seed": 1}], resume=state)
-    more = batch([REQUESTS[0], REQUESTS[1]], resume=state)
-    assert more.done_before == (1,), "requests may be added"
-    assert {number for _, number, _ in more.traces} == {2}
+    second = batch([REQUESTS[0], REQUESTS[1]], resume=state)
+    assert second.done_before == (1,), "requests may be added"
+    assert {number for _, number, _ in second.traces} == {2}
 
 
 def test_a_damaged_state_is_ignored(tmp_path: Path) -> None:

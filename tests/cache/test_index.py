@@ -27,7 +27,7 @@ def change(folder: Path, statement: str, *values: Any) -> list[Any]:
 def test_an_entry_is_there_until_it_is_removed(tmp_path: Path) -> None:
     index = Index(tmp_path)
     assert index.get("a") is None
-    index.put("a", b"one", graph="g", stage="encode", about="prompt='x'")
+    index.put("a", b"one", graph="g", stage="encode", inputs_text="prompt='x'")
     index.put("b", b"two")
     assert Index(tmp_path).get("a") == b"one"
     assert {(entry.key, entry.stage, entry.nbytes) for entry in index.entries()} == {
@@ -129,9 +129,9 @@ def test_a_process_that_is_killed_leaves_entries_complete_or_absent(tmp_path: Pa
 
 def test_two_processes_lose_and_tear_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    found = importlib.import_module("repeated").two_on_one_cache(1.5, 5)
-    assert found["failed"] == found["damaged"] == found["lost"] == 0
-    assert found["entries"] > 0
+    entries = importlib.import_module("repeated").two_on_one_cache(1.5, 5)
+    assert entries["failed"] == entries["damaged"] == entries["lost"] == 0
+    assert entries["entries"] > 0
     assert all(
-        counts["torn"] == 0 and counts["hits"] and counts["puts"] for counts in found["counts"]
+        counts["torn"] == 0 and counts["hits"] and counts["puts"] for counts in entries["counts"]
     )

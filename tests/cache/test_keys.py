@@ -12,7 +12,7 @@ import pytest
 
 import graphrun
 from graphrun.batch.cache.index import DATABASE, Index
-from graphrun.batch.cache.keys import Choices, Keys, code_digest, dependencies
+from graphrun.batch.cache.keys import Choices, StageKeys, code_digest, dependencies
 from graphrun.batch.cache.reuse import Reuse
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Adapter
@@ -32,9 +32,9 @@ def key(
     device: str = "sim",
     **inputs: Any,
 ) -> str | None:
-    return Keys(graph, graph.resolve(inputs), device, lambda path: str(path.stat().st_size)).key(
-        stage, choices
-    )
+    return StageKeys(
+        graph, graph.resolve(inputs), device, lambda path: str(path.stat().st_size)
+    ).key(stage, choices)
 
 
 def component(name: str, **changes: Any) -> Callable[[Any], Any]:
@@ -89,15 +89,15 @@ def test_weights_are_in_the_key_by_what_they_hold(flux: Any, tmp_path: Path) -> 
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"one")
     graph = component("text_encoder_2", source=str(tmp_path))(flux)
-    before = Keys(graph, graph.resolve({}), "sim", Index(tmp_path / "index").file_digest).key(
+    old_key = StageKeys(graph, graph.resolve({}), "sim", Index(tmp_path / "index").file_digest).key(
         "encode"
     )
     (tmp_path / "model.safetensors").write_bytes(b"two")
-    assert Keys(graph, graph.resolve({}), "sim", Index(tmp_path / "index").file_digest).key(
+    assert StageKeys(graph, graph.resolve({}), "sim", Index(tmp_path / "index").file_digest).key(
         "encode"
-    ) not in (None, before)
-    missing = component("text_encoder_2", source=str(tmp_path / "nowhere"))(flux)
-    assert key(missing) is None, "what has no digest is not cached"
+    ) not in (None, old_key)
+    sourceless = component("text_encoder_2", source=str(tmp_path / "nowhere"))(flux)
+    assert key(sourceless) is None, "what has no digest is not cached"
 
 
 def test_a_lora_is_in_the_key_by_what_its_file_holds_of_the_stages_that_use_it(
@@ -105,9 +105,9 @@ def test_a_lora_is_in_the_key_by_what_its_file_holds_of_the_stages_that_use_it(
 ) -> None:
     def keys(stage: str, component_name: str, scale: float = 1.0) -> str | None:
         graph = component(component_name, loras=(Adapter(str(file), scale),))(flux)
-        return Keys(graph, graph.resolve({}), "sim", Index(tmp_path / "index").file_digest).key(
-            stage
-        )
+        return StageKeys(
+            graph, graph.resolve({}), "sim", Index(tmp_path / "index").file_digest
+        ).key(stage)
 
     file = tmp_path / "style.safetensors"
     file.write_bytes(b"one")
@@ -126,7 +126,7 @@ def test_a_lora_is_in_the_key_by_what_its_file_holds_of_the_stages_that_use_it(
 
 def test_stages_that_only_cached_stages_need_are_not_looked_up(flux: Any, tmp_path: Path) -> None:
     inputs = flux.resolve({})
-    reuse = Reuse(Index(tmp_path), flux, inputs, "sim", what="all")
+    reuse = Reuse(Index(tmp_path), flux, inputs, "sim", scope="all")
     assert reuse.find() == {}
     reuse.keep("encode", {"embeds": {"prompt_embeds": 1}})
     reuse.keep("decode", {"image": 3})
@@ -151,22 +151,22 @@ def test_a_damaged_value_is_computed_again_and_an_unusable_folder_fails_nothing(
     assert reuse.find() == {}
     assert notes == []
     (tmp_path / "file").touch()
-    broken = Reuse(
+    damaged = Reuse(
         Index(tmp_path / "file" / "cache"), flux, flux.resolve({}), "sim", note=notes.append
     )
-    broken.keep("encode", {"embeds": {}})
-    broken.keep("encode", {"embeds": {}})
-    assert broken.find() == {}
+    damaged.keep("encode", {"embeds": {}})
+    damaged.keep("encode", {"embeds": {}})
+    assert damaged.find() == {}
     assert len(notes) == 1, "it is reported once"
 
 
 def test_the_code_that_computes_outputs_is_in_every_key(
     flux: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, digest = key(flux), code_digest()
+    old_key, digest = key(flux), code_digest()
     read_bytes = Path.read_bytes
-    changed = {"ops": "steps.py", "modules": "build.py"}
-    for package, name in changed.items():
+    changes = {"ops": "steps.py", "modules": "build.py"}
+    for package, name in changes.items():
 
         def edited(path: Path, package: str = package, name: str = name) -> bytes:
             return read_bytes(path) + (
@@ -176,4 +176,4 @@ def test_the_code_that_computes_outputs_is_in_every_key(
         with monkeypatch.context() as patch:
             patch.setattr(Path, "read_bytes", edited)
             assert code_digest() != digest
-            assert key(flux) != before
+            assert key(flux) != old_key

@@ -10,7 +10,7 @@ from placing import GRAPH, cluster_of, placed, ran_by, requests
 import graphrun
 from graphrun.batch.journal import Journal
 from graphrun.batch.watch import Watcher
-from graphrun.cluster.actors import Actors, joined
+from graphrun.cluster.actors import Actors, ray_connection
 from graphrun.cluster.flow import segments_of
 from graphrun.report.outputs import save_outputs
 
@@ -29,7 +29,7 @@ def sink(request: Any, outputs: Any) -> list[Path]:
 graph = graphrun.load(GRAPH)
 placement = placed(graph, items, cache)
 with (
-    joined(cluster_of(address=address)) as ray,
+    ray_connection(cluster_of(address=address)) as ray,
     Actors(ray, segments_of(graph, placement), placement) as crew,
 ):
     ran_by(

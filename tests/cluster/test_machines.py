@@ -12,7 +12,8 @@ from graphrun.units import GIB
 
 TEXT = """graphrun: 1
 hosts:
-  a: {ram: 64G, pinned: 32G, devices: [{id: 0, hardware: rtx4090, vram: 22G}, {id: 1, hardware: rtx3060, vram: 11G}]}
+  a: {ram: 64G, pinned: 32G, devices: [{id: 0, hardware: rtx4090, vram: 22G}, \
+{id: 1, hardware: rtx3060, vram: 11G}]}
   b-1.lan: {ram: 32G, pcie: 1e10, devices: [{id: 0, hardware: rtx4090, vram: 22G, device: cuda:3}]}
 links: [{between: [a, b-1.lan], bytes_per_second: 1.2e9, seconds: 1e-4}]
 """
@@ -27,7 +28,7 @@ def written(folder: Path, old: str = "", new: str = "") -> Path:
 
 def test_hosts_devices_and_links(tmp_path: Path) -> None:
     cluster = read_cluster(written(tmp_path))
-    assert [(of.name, of.torch, of.vram_bytes) for of in cluster.devices] == [
+    assert [(device.name, device.torch, device.vram_bytes) for device in cluster.devices] == [
         ("a/0", "cuda:0", 22 * GIB),
         ("a/1", "cuda:1", 11 * GIB),
         ("b-1.lan/0", "cuda:3", 22 * GIB),
@@ -100,8 +101,8 @@ REFUSED = {
 def test_a_refusal_names_line_entry_and_cause(name: str, tmp_path: Path) -> None:
     old, new, expected = REFUSED[name]
     path = written(tmp_path, old, new)
-    with pytest.raises(GraphError) as caught:
+    with pytest.raises(GraphError) as error:
         read_cluster(path)
-    assert any(line.startswith(f"{path}:{expected}") for line in str(caught.value).splitlines()), (
-        caught.value
+    assert any(line.startswith(f"{path}:{expected}") for line in str(error.value).splitlines()), (
+        error.value
     )

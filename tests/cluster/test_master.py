@@ -10,7 +10,7 @@ from campaign import sampled
 from random_clusters import Case, best_latency, best_rate, random_case
 
 from graphrun.cluster import master
-from graphrun.cluster.columns import Kind, Pricing
+from graphrun.cluster.columns import DeviceClass, Pricing
 from graphrun.cluster.machines import Cluster, Link
 from graphrun.cluster.master import Unplaceable, assignments_for
 from graphrun.cluster.placement import Column, Objective, Placement, violations
@@ -26,11 +26,11 @@ def case_of(number: int) -> Case:
 
 def placed(case: Case, objective: Objective, items: int = 100) -> Placement | None:
     try:
-        pricing = case.pricing(cold=items == 1, apart=objective == "throughput")
-        found = assignments_for(objective, case.cluster, pricing, case.values)
+        pricing = case.pricing(cold=items == 1, has_gaps=objective == "throughput")
+        assignments = assignments_for(objective, case.cluster, pricing, case.values)
     except Unplaceable:
         return None
-    placement = with_figures(case.placement(objective, found, items))
+    placement = with_figures(case.placement(objective, assignments, items))
     assert not violations(placement)
     return placement
 
@@ -57,8 +57,8 @@ def test_the_shortest_time_of_one_item_is_that_of_the_best_of_all_chains(
 ) -> None:
     case = case_of(number)
     placement = placed(case, "latency", items)
-    found = placement.latency_seconds if placement is not None else float("inf")
-    assert found == pytest.approx(best_latency(case, cold=items == 1), rel=1e-5)
+    value = placement.latency_seconds if placement is not None else float("inf")
+    assert value == pytest.approx(best_latency(case, cold=items == 1), rel=1e-5)
 
 
 @pytest.mark.parametrize("number", CASES)
@@ -82,41 +82,42 @@ def test_hosts_whose_memory_is_a_row_come_out_the_same(
 
 @pytest.mark.parametrize("number", range(20))
 def test_up_to_four_devices_of_a_host_hold_a_column_together(number: int) -> None:
-    case = replace(unlimited(random_case(number, 4 if number < 5 else 3, 2)), together=4)
+    case = replace(unlimited(random_case(number, 4 if number < 5 else 3, 2)), max_team=4)
     placement = placed(case, "throughput")
     assert (placement.items_per_second if placement is not None else 0.0) == pytest.approx(
         best_rate(case), rel=1e-5
     )
-    alone = placed(case, "latency")
-    assert (alone.latency_seconds if alone is not None else float("inf")) == pytest.approx(
-        best_latency(case, cold=False), rel=1e-5
-    )
+    latency_placement = placed(case, "latency")
+    assert (
+        latency_placement.latency_seconds if latency_placement is not None else float("inf")
+    ) == pytest.approx(best_latency(case, cold=False), rel=1e-5)
 
 
 def test_devices_are_put_together_where_that_is_better_and_only_there() -> None:
-    found = [
-        placed(replace(case_of(number), together=most), "latency")
+    optima = [
+        placed(replace(case_of(number), max_team=max_team), "latency")
         for number in range(12)
-        for most in (1, 2)
+        for max_team in (1, 2)
     ]
-    pairs = list(zip(found[::2], found[1::2], strict=True))
+    pairs = list(zip(optima[::2], optima[1::2], strict=True))
     assert any(
-        more is not None and any(of.secondaries for of in more.assignments) for _, more in pairs
+        team is not None and any(assignment.secondaries for assignment in team.assignments)
+        for _, team in pairs
     )
-    for one, more in pairs:
-        if one is not None and more is not None:
-            assert more.latency_seconds < one.latency_seconds or not any(
-                of.secondaries for of in more.assignments
+    for single, team in pairs:
+        if single is not None and team is not None:
+            assert team.latency_seconds < single.latency_seconds or not any(
+                assignment.secondaries for assignment in team.assignments
             )
 
 
 def test_hosts_without_a_link_exchange_nothing() -> None:
-    several = [case for case in map(case_of, range(30)) if len(case.cluster.hosts) > 1][:5]
-    for case in several:
-        apart = [replace(case, cluster=Cluster((host,))) for host in case.cluster.hosts]
+    cases = [case for case in map(case_of, range(30)) if len(case.cluster.hosts) > 1][:5]
+    for case in cases:
+        parts = [replace(case, cluster=Cluster((host,))) for host in case.cluster.hosts]
         placement = placed(replace(case, cluster=replace(case.cluster, links=())), "throughput")
-        found = placement.items_per_second if placement is not None else 0.0
-        assert found == pytest.approx(sum(map(best_rate, apart)), rel=1e-5)
+        rate = placement.items_per_second if placement is not None else 0.0
+        assert rate == pytest.approx(sum(map(best_rate, parts)), rel=1e-5)
 
 
 def test_510_devices_are_counted_and_not_named() -> None:
@@ -127,7 +128,7 @@ def test_510_devices_are_counted_and_not_named() -> None:
         if len(case.cluster.devices) == 3 and len(case.cluster.hosts) == 1
     )
     (host,) = case.cluster.hosts
-    many = tuple(
+    hosts = tuple(
         replace(
             host,
             name=f"h{n}",
@@ -135,8 +136,8 @@ def test_510_devices_are_counted_and_not_named() -> None:
         )
         for n in range(170)
     )
-    link = Link(tuple(of.name for of in many), 1e12, 0.0)
-    placement = placed(replace(case, cluster=Cluster(many, (link,))), "throughput")
+    link = Link(tuple(machine.name for machine in hosts), 1e12, 0.0)
+    placement = placed(replace(case, cluster=Cluster(hosts, (link,))), "throughput")
     assert placement is not None
     assert placement.items_per_second >= 170 * best_rate(case) * (1 - 1e-5)
 
@@ -146,7 +147,7 @@ def test_only_columns_that_may_win_are_priced() -> None:
     case = next(
         case
         for case in map(case_of, range(30))
-        if len({of.hardware.name for of in case.cluster.devices}) == 2
+        if len({device.hardware.name for device in case.cluster.devices}) == 2
     )
     slow = case.cluster.devices[0].hardware.name
     slower = {
@@ -154,7 +155,7 @@ def test_only_columns_that_may_win_are_priced() -> None:
     }
     priced: list[str] = []
 
-    def price(kind: Kind, stages: tuple[str, ...], share: float) -> Column | None:
+    def price(kind: DeviceClass, stages: tuple[str, ...], share: float) -> Column | None:
         priced.append(kind.hardware.name)
         return case.price(kind, stages, share)
 

@@ -61,7 +61,7 @@ def command(line: str) -> str:
 
 def blocks(page: str) -> list[Block]:
     """The blocks of code of ``page``, in order."""
-    text, found = (ROOT / page).read_text(encoding="utf-8"), []
+    text, page_blocks = (ROOT / page).read_text(encoding="utf-8"), []
     for match in FENCE.finditer(text):
         language, _, rest = match["info"].partition(" ")
         file = re.search(r'title="([^"]+)"', rest)
@@ -71,10 +71,10 @@ def blocks(page: str) -> list[Block]:
         note = NOTE.search(match["note"] or "")
         special = {"not_run" if note[1] == "not run" else "fails": note[2]} if note else {}
         line = text.count("\n", 0, match.start("text")) + 1
-        found.append(
+        page_blocks.append(
             Block(page, line, language or "text", body, file[1] if file else "", **special)
         )
-    return found
+    return page_blocks
 
 
 def quoted(page: str) -> list[str]:

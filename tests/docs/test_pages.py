@@ -36,8 +36,12 @@ TINY = (
 SETUP = {
     "README.md": TINY + "pipe = tiny_flux()\n",
     "docs/attaching.md": TINY + "pipe = tiny_flux()\n",
-    "docs/repeating.md": "import graphrun\ngraph = graphrun.load('flux-tiny')\nprompts = ['a cat', 'a dog']\n",
-    "docs/sources.md": "import graphrun\nproblem = graphrun.estimate(graphrun.load('flux-tiny'), vram='6M', hardware='sim')\n",
+    "docs/repeating.md": "import graphrun\ngraph = "
+    "graphrun.load('flux-tiny')\nprompts = ['a cat', 'a "
+    "dog']\n",
+    "docs/sources.md": "import graphrun\nproblem = graphrun.estimate(graphrun.load('flux-tiny'), "
+    "vram='6M', "
+    "hardware='sim')\n",
 }
 
 
@@ -62,8 +66,8 @@ def test_pages_and_drawings_are_those_of_the_code(pages: Any) -> None:
 
 
 def test_every_page_is_in_the_site() -> None:
-    listed = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(
+    site_pages = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(site_pages) == sorted(
         page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")
     )
 
@@ -106,13 +110,15 @@ def test_every_command_and_option_exists(page: str) -> None:
             )
             continue
         command: Any = typer.main.get_command(main.app)
-        known = {"--help", "-h"}
+        options = {"--help", "-h"}
         for word in words[1:]:
-            known |= {
-                name for each in command.params for name in (*each.opts, *each.secondary_opts)
+            options |= {
+                name
+                for parameter in command.params
+                for name in (*parameter.opts, *parameter.secondary_opts)
             }
             if word.startswith("-") and not re.fullmatch(r"-?\d.*", word):
-                assert word.partition("=")[0] in known, f"{page}: {line}: {word}"
+                assert word.partition("=")[0] in options, f"{page}: {line}: {word}"
             elif hasattr(command, "commands") and not word.isupper():
                 assert word in command.commands, f"{page}: {line}: {word}"
                 command = command.commands[word]
@@ -170,7 +176,7 @@ def run_page(page: str, run: list[Block], folder: Path, monkeypatch: pytest.Monk
     for name in ("graphs", "examples", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(hardware, "found", hardware.simulated)
+    monkeypatch.setattr(hardware, "detect_card", hardware.simulated)
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     names: dict[str, Any] = {"__name__": "page"}
     if any(block.language == "python" for block in run):
@@ -182,27 +188,27 @@ def run_page(page: str, run: list[Block], folder: Path, monkeypatch: pytest.Monk
     }
     printed: list[str] = []
     for block in run:
-        where = f"{page}:{block.line}"
+        place = f"{page}:{block.line}"
         if block.file == "prints":
             assert [
                 line for line in block.text.splitlines() if line.rstrip() not in printed
-            ] == [], where
+            ] == [], place
         elif block.file:
             Path(block.file).parent.mkdir(parents=True, exist_ok=True)
             Path(block.file).write_text(block.text)
         elif block.language == "python":
             text = block.text
-            for named, stand_in in STANDINS.items():
-                text = text.replace(named, stand_in)
+            for word, stand_in in STANDINS.items():
+                text = text.replace(word, stand_in)
             exec(compile("\n" * (block.line - 1) + text, str(ROOT / page), "exec"), names)
         for number, line in enumerate(block.commands if block.language == "sh" else ()):
-            done = subprocess.run(
+            process = subprocess.run(
                 ["bash", "-c", line], env=environment, capture_output=True, text=True
             )
-            printed = [shown.rstrip() for shown in done.stdout.splitlines()]
-            assert "Traceback" not in done.stderr, f"{where}: {line}\n{done.stderr}"
+            printed = [line_printed.rstrip() for line_printed in process.stdout.splitlines()]
+            assert "Traceback" not in process.stderr, f"{place}: {line}\n{process.stderr}"
             if block.fails and number == len(block.commands) - 1:
-                assert done.returncode != 0, f"{where}: {line}"
-                assert block.fails in done.stderr, f"{where}: {line}\n{done.stderr}"
+                assert process.returncode != 0, f"{place}: {line}"
+                assert block.fails in process.stderr, f"{place}: {line}\n{process.stderr}"
             else:
-                assert done.returncode == 0, f"{where}: {line}\n{done.stderr}"
+                assert process.returncode == 0, f"{place}: {line}\n{process.stderr}"

@@ -59,6 +59,11 @@ def test_every_type_that_a_public_function_returns_is_importable() -> None:
 
 
 def test_names_are_listed_before_their_modules_are_imported() -> None:
-    code = "import sys, graphrun; print({*graphrun.__all__} <= {*dir(graphrun)}, 'torch' in sys.modules, 'highspy' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "False", "False"]
+    code = (
+        "import sys, graphrun; print({*graphrun.__all__} <= {*dir(graphrun)}, 'torch' in "
+        "sys.modules, 'highspy' in sys.modules)"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout.split() == ["True", "False", "False"]

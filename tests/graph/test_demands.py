@@ -49,12 +49,12 @@ def test_directives_are_read_and_do_not_change_what_the_graph_is(
 def test_a_wrong_directive_is_refused_with_its_line(
     directed: Callable[[str], Graph], lines: str, words: str
 ) -> None:
-    with pytest.raises(GraphError) as caught:
+    with pytest.raises(GraphError) as error_info:
         directed(lines)
     text = (GRAPHS / "flux-tiny.yaml").read_text()
     line = text.count("\n") + 2 + lines.count("\n")
-    assert words in str(caught.value)
-    assert f"flux-tiny.yaml:{line}: directives" in str(caught.value)
+    assert words in str(error_info.value)
+    assert f"flux-tiny.yaml:{line}: directives" in str(error_info.value)
 
 
 def test_the_command_lines_directives_add_to_the_files_and_its_reserve_replaces_it(

@@ -80,22 +80,22 @@ def test_planning_needs_no_prompt(graph: Graph) -> None:
     ],
 )
 def test_inputs_refused(graph: Graph, values: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError) as error_info:
         graph.resolve(values)
-    assert message in str(caught.value).splitlines()
+    assert message in str(error_info.value).splitlines()
 
 
 def test_all_input_problems_at_once(graph: Graph) -> None:
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError) as error_info:
         graph.resolve({"heigth": 1, "steps": 0})
-    assert len(str(caught.value).splitlines()) == 3
+    assert len(str(error_info.value).splitlines()) == 3
 
 
 def test_bools_are_words() -> None:
-    declared = replace(
+    definition = replace(
         load(GRAPHS / "flux-tiny.yaml").inputs["seed"], type="bool", default=False, minimum=None
     )
-    graph = replace(load(GRAPHS / "flux-tiny.yaml"), inputs={"seed": declared})
+    graph = replace(load(GRAPHS / "flux-tiny.yaml"), inputs={"seed": definition})
     assert [graph.resolve({"seed": word})["seed"] for word in ("yes", "TRUE", "0", "off")] == [
         True,
         True,
@@ -121,7 +121,7 @@ def changed(tmp_path: Path, *changes: tuple[str, str]) -> str:
 @pytest.mark.parametrize(
     "change",
     [
-        ("# FLUX tiny", "# Something else"),
+        ("# A tiny FLUX", "# Something else"),
         ("name: flux-tiny", "name: other"),
         ("  height: $height\n      width: $width", "  width: $width\n      height: $height"),
         ("dtype: bfloat16}", "seed: 5, dtype: bfloat16}"),
@@ -148,9 +148,9 @@ def test_digest_ignores(change: tuple[str, str], tmp_path: Path) -> None:
     ],
 )
 def test_digest_notices(change: tuple[str, str], tmp_path: Path) -> None:
-    more = [("steps: $steps", "steps: 4")] if change[1] == "{}\n" else []
+    changes = [("steps: $steps", "steps: 4")] if change[1] == "{}\n" else []
     change = (f"  {change[0]}", "") if change[1] == "{}\n" else change
-    assert changed(tmp_path, change, *more) != load(GRAPHS / "flux-tiny.yaml").digest
+    assert changed(tmp_path, change, *changes) != load(GRAPHS / "flux-tiny.yaml").digest
 
 
 def test_digest_of_a_config_is_the_same_inline_or_in_a_file(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_schema_is_current() -> None:
 
 def test_every_key_of_the_schema_is_described() -> None:
     whole = json.loads(schema_text())
-    for name, of in {"graph": whole, **whole["$defs"]}.items():
+    for name, part in {"graph": whole, **whole["$defs"]}.items():
         assert [
-            key for key, value in of["properties"].items() if not value.get("description")
+            key for key, value in part["properties"].items() if not value.get("description")
         ] == [], name

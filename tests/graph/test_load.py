@@ -32,9 +32,9 @@ def written(folder: Path, *changes: tuple[str, str], text: str = TINY) -> Path:
 
 
 def refusal(path: Path) -> list[str]:
-    with pytest.raises(GraphError) as caught:
+    with pytest.raises(GraphError) as error_info:
         load(path)
-    return str(caught.value).replace(f"{path}: ", "file: ").replace(f"{path}:", "").splitlines()
+    return str(error_info.value).replace(f"{path}: ", "file: ").replace(f"{path}:", "").splitlines()
 
 
 @pytest.mark.parametrize("name", ["flux-dev", "flux-tiny", "sdxl", "sdxl-tiny"])
@@ -54,7 +54,7 @@ def test_everything_of_a_component_is_read(tmp_path: Path) -> None:
     assert (component.class_path, component.dtype) == ("transformers.CLIPTextModel", "bfloat16")
     assert (component.precision, component.seed, component.source) == (("bfloat16", "nf4"), 3, None)
     assert component.config["hidden_size"] == 64
-    assert component.where == f"{path}:17"
+    assert component.file_line == f"{path}:17"
 
 
 def test_literals_and_references_are_arguments(tmp_path: Path) -> None:
@@ -71,8 +71,8 @@ def test_literals_and_references_are_arguments(tmp_path: Path) -> None:
 
 def test_stages_may_be_written_in_any_order(tmp_path: Path) -> None:
     start, end = TINY.index("  encode:\n"), TINY.index("  denoise:\n")
-    moved = TINY[:start] + TINY[end:].replace("\noutputs:", TINY[start:end] + "\noutputs:")
-    graph = load(written(tmp_path, text=moved))
+    reordered = TINY[:start] + TINY[end:].replace("\noutputs:", TINY[start:end] + "\noutputs:")
+    graph = load(written(tmp_path, text=reordered))
     assert [stage.name for stage in graph.stages] == ["encode", "denoise", "decode"]
 
 
@@ -113,7 +113,8 @@ STRICT = {
     "name": (
         "  prompt: {",
         "  my-prompt: {",
-        "8: inputs.my-prompt: 'my-prompt' is not a name: letters, digits and underscores, at most 64, no digit first",
+        "8: inputs.my-prompt: 'my-prompt' is not a name: letters, digits and underscores, at most "
+        "64, no digit first",
     ),
     "default's type": (
         "default: 4,",
@@ -138,12 +139,14 @@ STRICT = {
     "class path": (
         "diffusers.AutoencoderKL",
         "AutoencoderKL",
-        "20: components.vae.class: 'AutoencoderKL' is not a class path such as diffusers.AutoencoderKL",
+        "20: components.vae.class: 'AutoencoderKL' is not a class path such as "
+        "diffusers.AutoencoderKL",
     ),
     "package misspelled": (
         "diffusers.AutoencoderKL",
         "difusers.AutoencoderKL",
-        "20: components.vae.class: difusers.AutoencoderKL is outside the trusted packages (diffusers, transformers);"
+        "20: components.vae.class: difusers.AutoencoderKL is outside the trusted packages "
+        "(diffusers, transformers);"
         " did you mean 'diffusers'?",
     ),
     "package not allowed": (
@@ -159,17 +162,20 @@ STRICT = {
     "neither config nor source": (
         f"config: {GRAPHS}/configs/tiny-t5.json, ",
         "",
-        "18: components.text_encoder_2: neither config nor source; give config: {} for the defaults of its class",
+        "18: components.text_encoder_2: neither config nor source; give config: {} for the "
+        "defaults of its class",
     ),
     "no such source": (
         f"config: {GRAPHS}/configs/tiny-t5.json,",
         "source: ./t5,",
-        "18: components.text_encoder_2: no config, and no FOLDER/t5/config.json; give config: or another source:",
+        "18: components.text_encoder_2: no config, and no FOLDER/t5/config.json; give config: or "
+        "another source:",
     ),
     "config beyond JSON": (
         f"config: {GRAPHS}/configs/tiny-t5.json",
         "config: {day: 2024-01-01}",
-        "18: components.text_encoder_2.config: holds a value that is not JSON: Object of type date is not JSON serializable",
+        "18: components.text_encoder_2.config: holds a value that is not JSON: Object of type "
+        "date is not JSON serializable",
     ),
     "no such tokenizer": (
         f"file: {GRAPHS}/tokenizers/bytes.json",
@@ -194,7 +200,8 @@ STRICT = {
     "literal for a value": (
         "embeds: $encode.embeds\n",
         "embeds: x\n",
-        "42: stages.denoise.with.embeds: expected embeds, a stage's output such as $stage.embeds; got 'x'",
+        "42: stages.denoise.with.embeds: expected embeds, a stage's output such as $stage.embeds; "
+        "got 'x'",
     ),
     "argument's kind": (
         "seed: $seed",
@@ -224,12 +231,14 @@ STRICT = {
     "dangling output": (
         "$denoise.latents",
         "$denoise.latent",
-        "51: stages.decode.with.latents: stage 'denoise' has no output 'latent'; did you mean 'latents'?",
+        "51: stages.decode.with.latents: stage 'denoise' has no output 'latent'; did you mean "
+        "'latents'?",
     ),
     "stage as value": (
         "$denoise.latents",
         "$denoise",
-        "51: stages.decode.with.latents: $denoise is a stage; say which of its outputs, such as $denoise.latents",
+        "51: stages.decode.with.latents: $denoise is a stage; say which of its outputs, such as "
+        "$denoise.latents",
     ),
     "output not a reference": (
         "$decode.image",
@@ -323,11 +332,11 @@ WRONG_SHAPES = {
 def test_an_entry_of_a_wrong_shape_hides_no_other_mistake_and_adds_none(
     old: str, new: str, tmp_path: Path
 ) -> None:
-    alone = refusal(written(tmp_path, (old, new)))
-    assert len({line.partition(":")[0] for line in alone}) == 1
+    first_problems = refusal(written(tmp_path, (old, new)))
+    assert len({line.partition(":")[0] for line in first_problems}) == 1
     other = ("height: $height\n", "height: $heigth\n")
-    (more,) = set(refusal(written(tmp_path, (old, new), other))) - set(alone)
-    assert ".with.height: no such input 'heigth'; did you mean 'height'?" in more
+    (new_problem,) = set(refusal(written(tmp_path, (old, new), other))) - set(first_problems)
+    assert ".with.height: no such input 'heigth'; did you mean 'height'?" in new_problem
 
 
 def test_all_problems_are_said_in_the_order_of_lines(tmp_path: Path) -> None:
@@ -343,8 +352,8 @@ def test_all_problems_are_said_in_the_order_of_lines(tmp_path: Path) -> None:
 def test_a_cycle_is_named_by_its_members(tmp_path: Path) -> None:
     path = written(tmp_path, ("embeds: $encode.embeds\n", "embeds: $decode.image\n"))
     assert (
-        "38: stages.denoise: stages form a cycle: denoise -> decode -> denoise; remove one of these references"
-        in refusal(path)
+        "38: stages.denoise: stages form a cycle: denoise -> decode -> denoise; remove one of "
+        "these references" in refusal(path)
     )
     path = written(tmp_path, ("{prompt: $prompt,", "{prompt: $decode.image,"))
     assert any(
@@ -388,7 +397,8 @@ NOT_YAML = {
     ),
     "unsafe tag": (
         b"a: !!python/object/apply:os.system [ls]",
-        "1: not YAML: the tag 'tag:yaml.org,2002:python/object/apply:os.system' is not read: leave it out",
+        "1: not YAML: the tag 'tag:yaml.org,2002:python/object/apply:os.system' is not read: "
+        "leave it out",
     ),
     "alias in itself": (b"a: &a [*a]", "1: an alias that contains itself"),
     "billion laughs": (
@@ -396,7 +406,8 @@ NOT_YAML = {
         + b"".join(
             b"a%d: &a%d [%s]\n" % (n, n, b", ".join([b"*a%d" % (n - 1)] * 10)) for n in range(1, 10)
         ),
-        "5: it has 21,111 entries once its aliases are expanded, and at most 20,000 are accepted; if this is meant: "
+        "5: it has 21,111 entries once its aliases are expanded, and at most 20,000 are accepted; "
+        "if this is meant: "
         "graphrun --limit nodes=21111 ..., in Python graphrun.raise_limits(nodes=21111)",
     ),
     "too deep": (b"[" * 2000, "1: not YAML: nested more than 100 deep"),
@@ -455,15 +466,16 @@ def test_an_optional_input_may_be_left_out_and_is_nothing_then(tmp_path: Path) -
     assert graph.resolve({})["prompt"] is None
     assert graph.for_planning({})["prompt"] is None, "a plan without it is for a run without it"
     assert graph.resolve({"prompt": "a"})["prompt"] == "a"
-    planned = settings_of(graph, graph.for_planning({}))
-    assert completed(graph, planned, {})["prompt"] is None
+    settings = settings_of(graph, graph.for_planning({}))
+    assert completed(graph, settings, {})["prompt"] is None
     with pytest.raises(
         PlanError, match="the plan is for prompt=None, this run has prompt=one text"
     ):
-        completed(graph, planned, {"prompt": "a"})
-    both = refusal(written(tmp_path, (old, "{type: str, default: a, optional: true}")))
-    assert both == [
-        "8: inputs.prompt.optional: 'prompt' has a default, so it may be left out anyway: remove one of them"
+        completed(graph, settings, {"prompt": "a"})
+    problems = refusal(written(tmp_path, (old, "{type: str, default: a, optional: true}")))
+    assert problems == [
+        "8: inputs.prompt.optional: 'prompt' has a default, so it may be left out anyway: remove "
+        "one of them"
     ]
 
 

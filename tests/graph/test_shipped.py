@@ -35,7 +35,7 @@ def test_a_file_goes_before_a_name_and_a_folder_does_not(
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("name", "hint"),
     [
         ("flux-dv", "did you mean flux-dev?"),
         ("lighthouse", "these are auraflow, chroma,"),
@@ -72,12 +72,12 @@ def test_a_file_goes_before_a_name_and_a_folder_does_not(
     ],
 )
 def test_what_is_not_there_is_refused_with_the_name_that_was_meant(
-    asked: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(GraphError, match=f"^{asked.replace('//', '/')}: no such file") as caught:
-        package.load(asked)
-    assert told in str(caught.value)
+    with pytest.raises(GraphError, match=f"^{name.replace('//', '/')}: no such file") as error_info:
+        package.load(name)
+    assert hint in str(error_info.value)
 
 
 def test_a_path_in_a_folder_that_exists_is_no_repository(
@@ -111,11 +111,11 @@ def test_a_plan_names_a_shipped_graph_and_is_read_without_the_folder(
     budgets = ("--device", "sim", "--vram", "6M", "--ram", "8G")
     assert graphrun("plan", "flux-tiny", *budgets, "-o", "here/plan.json")[0] == 0
     assert json.loads(Path("here/plan.json").read_text())["graph_file"] == "flux-tiny"
-    elsewhere = tmp_path / "elsewhere" / "plan.json"
-    elsewhere.parent.mkdir()
-    shutil.move("here/plan.json", elsewhere)
-    code, out, _ = graphrun("export", str(elsewhere), "--as", "accelerate")
-    assert (code, list(json.loads(out))) == (
+    plan_file = tmp_path / "elsewhere" / "plan.json"
+    plan_file.parent.mkdir()
+    shutil.move("here/plan.json", plan_file)
+    code, output, _ = graphrun("export", str(plan_file), "--as", "accelerate")
+    assert (code, list(json.loads(output))) == (
         0,
         ["text_encoder", "text_encoder_2", "transformer", "vae"],
     )

@@ -36,8 +36,8 @@ def test_until_the_last_stage_is_the_whole_graph_and_until_twice_is_until_once()
 def test_a_branch_that_the_stage_does_not_need_goes() -> None:
     encode, denoise, decode = GRAPH.stages
     other = replace(encode, name="other")
-    both = replace(GRAPH, stages=(encode, other, denoise, decode))
-    assert [stage.name for stage in both.until("denoise").stages] == ["encode", "denoise"]
+    graph = replace(GRAPH, stages=(encode, other, denoise, decode))
+    assert [stage.name for stage in graph.until("denoise").stages] == ["encode", "denoise"]
 
 
 def test_directives_stay_for_what_is_used() -> None:

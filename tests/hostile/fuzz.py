@@ -140,8 +140,8 @@ def _places(data: Any) -> Iterator[tuple[Any, Any]]:
 @st.composite
 def with_bytes_changed(draw: st.DrawFn, text: bytes) -> bytes:
     for _ in range(draw(st.integers(1, 4))):
-        at, length = draw(st.integers(0, len(text))), draw(st.integers(0, 8))
-        text = text[:at] + draw(st.binary(max_size=6)) + text[at + length :]
+        position, length = draw(st.integers(0, len(text))), draw(st.integers(0, 8))
+        text = text[:position] + draw(st.binary(max_size=6)) + text[position + length :]
     return text
 
 
@@ -211,12 +211,12 @@ def plans(draw: st.DrawFn) -> Any:
     if part == "any":
         return draw(changed(data))
     if part == "actions":
-        lines, at = list(data["actions"]), draw(st.integers(1, len(data["actions"]) - 1))
-        words = lines[at].split(" ")
+        lines, position = list(data["actions"]), draw(st.integers(1, len(data["actions"]) - 1))
+        words = lines[position].split(" ")
         words[draw(st.integers(0, len(words) - 1))] = draw(
             st.sampled_from(" ".join(lines).split() + ["all", "none", "9" * 40])
         )
-        lines[at] = " ".join(words)
+        lines[position] = " ".join(words)
         return {**data, "actions": lines}
     problem = data["problem"]
     problem = (
@@ -254,16 +254,16 @@ def read_plan(data: Any) -> str:
 
 
 def _tensors(*shapes: tuple[str, list[int], int]) -> dict[str, Any]:
-    end, found = 0, dict[str, Any]()
+    end, tensors = 0, dict[str, Any]()
     for name, shape, width in shapes:
         size = width * functools.reduce(int.__mul__, shape, 1)
-        found[name] = {
+        tensors[name] = {
             "dtype": {4: "F32", 2: "BF16"}[width],
             "shape": shape,
             "data_offsets": [end, end + size],
         }
         end += size
-    return found
+    return tensors
 
 
 WEIGHTS = _tensors(("a", [2, 3], 4), ("b", [4], 2), ("c.weight", [2, 2, 2], 2))
@@ -296,7 +296,7 @@ def read_weights(data: bytes) -> str:
     source = FileSource({tensor.name: tensor for tensor in tensors})
     for tensor in tensors:
         if tensor.dtype in ("float32", "bfloat16"):
-            source.into(tensor.name, torch.empty(tensor.shape, dtype=torch.float32))
+            source.read_into(tensor.name, torch.empty(tensor.shape, dtype=torch.float32))
     source.close()
     return "accepted"
 
@@ -323,7 +323,7 @@ def loras() -> st.SearchStrategy[bytes]:
     )
     metadata = st.one_of(st.none(), settings.map(lambda text: {"lora_adapter_metadata": text}))
     return metadata.flatmap(
-        lambda found: headers(LORA if found is None else {**LORA, "__metadata__": found})
+        lambda metadata: headers(LORA if metadata is None else {**LORA, "__metadata__": metadata})
     )
 
 
@@ -428,7 +428,7 @@ def read_tokenizer(data: Any) -> str:
     path.write_text(json.dumps(data))
     config = {"model_max_length": 16, "pad_token": "<pad>"}
     part = Part(
-        "tokenizer", "transformers.PreTrainedTokenizerFast", config, True, path, where="fuzz"
+        "tokenizer", "transformers.PreTrainedTokenizerFast", config, True, path, file_line="fuzz"
     )
     tokenizer = build_part(part, _graph())
     tokenizer("a lighthouse at dusk", padding="max_length", truncation=True, max_length=16)
@@ -494,12 +494,12 @@ def read_prompts(file: tuple[str, bytes]) -> str:
     path = beside_graphs() / f"{os.getpid()}.{file[0]}"
     path.write_bytes(file[1])
     graph = _graph()
-    found = resolved(read_requests(path), graph, {"prompt": "a"})
-    for request in found:
+    requests = resolved(read_requests(path), graph, {"prompt": "a"})
+    for request in requests:
         if not request.error:
             settings_of(graph, request.inputs)
             str(request.inputs).encode()
-    return "accepted" if not all(request.error for request in found) else "all lines refused"
+    return "accepted" if not all(request.error for request in requests) else "all lines refused"
 
 
 @functools.cache
@@ -539,7 +539,7 @@ def bounded() -> Iterator[None]:
         (signal.SIGPROF, signal.ITIMER_PROF, SECONDS),
         (signal.SIGALRM, signal.ITIMER_REAL, 10 * SECONDS),
     )
-    before, start = (
+    handlers, start = (
         [signal.signal(number, ended) for number, _, _ in timers],
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     )
@@ -548,11 +548,11 @@ def bounded() -> Iterator[None]:
     try:
         yield
     finally:
-        for (number, timer, _), handler in zip(timers, before, strict=True):
+        for (number, timer, _), handler in zip(timers, handlers, strict=True):
             signal.setitimer(timer, 0)
             signal.signal(number, handler)
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start) * 1024
-    assert grown < GIB, f"took {grown} bytes"
+    growth_bytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start) * 1024
+    assert growth_bytes < GIB, f"took {growth_bytes} bytes"
 
 
 def outcome(reader: str, example: Any) -> tuple[str, float]:
@@ -561,10 +561,10 @@ def outcome(reader: str, example: Any) -> tuple[str, float]:
     start = time.process_time()
     with bounded():
         try:
-            said = READERS[reader][1](example)
+            result = READERS[reader][1](example)
         except BrokenPlan:
             raise
         except GraphrunError as error:
             str(error).encode(errors="surrogateescape")
-            said = f"refused: {type(error).__name__}"
-    return said, time.process_time() - start
+            result = f"refused: {type(error).__name__}"
+    return result, time.process_time() - start

@@ -39,11 +39,11 @@ def seconds() -> Iterator[None]:
     def ended(_: int, __: FrameType | None) -> None:
         raise AssertionError("still reading after 20 s")
 
-    before = signal.signal(signal.SIGALRM, ended)
+    previous_handler = signal.signal(signal.SIGALRM, ended)
     signal.alarm(20)
     yield
     signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    signal.signal(signal.SIGALRM, previous_handler)
 
 
 def flux(folder: Path, *changes: tuple[str, str]) -> Path:
@@ -126,11 +126,11 @@ BAD_GRAPHS = {
 def test_a_graph(change: tuple[str, str], message: str, tmp_path: Path) -> None:
     path = flux(tmp_path, change)
     if message:
-        with pytest.raises(GraphError) as caught:
+        with pytest.raises(GraphError) as error:
             load(path)
-        assert message in str(caught.value)
-        assert str(path) in str(caught.value)
-        assert str(caught.value).count("\n") < 100
+        assert message in str(error.value)
+        assert str(path) in str(error.value)
+        assert str(error.value).count("\n") < 100
     else:
         load(path)  # of another form, and no error of a graph
 
@@ -177,37 +177,37 @@ def test_a_message_never_repeats_a_long_text(tmp_path: Path) -> None:
         f"graphrun: {long}",
     ):
         (tmp_path / "a.yaml").write_text(f"{line}\n")
-        with pytest.raises(GraphError) as caught:
+        with pytest.raises(GraphError) as error:
             load(tmp_path / "a.yaml")
-        assert max(map(len, str(caught.value).splitlines())) < 3_000
+        assert max(map(len, str(error.value).splitlines())) < 3_000
 
 
-@pytest.mark.parametrize("what", ["pipe", "/dev/zero", "socket"])
+@pytest.mark.parametrize("kind", ["pipe", "/dev/zero", "socket"])
 @pytest.mark.parametrize("old", [VAE, TOKENIZER])
-def test_a_file_that_is_none(old: str, what: str, tmp_path: Path) -> None:
-    name = special(tmp_path, what)
+def test_a_file_that_is_none(old: str, kind: str, tmp_path: Path) -> None:
+    name = special(tmp_path, kind)
     with pytest.raises(GraphError, match=r"not a regular file|no such file|No such device"):
         load(flux(tmp_path, (old, name)))
 
 
-def special(folder: Path, what: str) -> str:
-    if what == "pipe":
+def special(folder: Path, kind: str) -> str:
+    if kind == "pipe":
         os.mkfifo(folder / "pipe")
         return str(folder / "pipe")
-    if what == "socket":
+    if kind == "socket":
         import socket
 
         with socket.socket(socket.AF_UNIX) as bound:
             bound.bind(str(folder / "s"))
         return str(folder / "s")
-    return what
+    return kind
 
 
 @pytest.mark.parametrize("kind", ["image", "mask", "video", "audio"])
-@pytest.mark.parametrize("what", ["pipe", "/dev/zero"])
-def test_media_that_are_no_files(kind: str, what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("special_kind", ["pipe", "/dev/zero"])
+def test_media_that_are_no_files(kind: str, special_kind: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not a regular file"):
-        accept(kind, special(tmp_path, what))
+        accept(kind, special(tmp_path, special_kind))
 
 
 def test_large_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ def test_large_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ValueError, match="its first 4 frames have 256 pixels"):
         accept("video", str(tmp_path / "a.gif"))
     raise_limits(film_pixels=256)
-    assert "4" in accept("video", str(tmp_path / "a.gif")).told
+    assert "4" in accept("video", str(tmp_path / "a.gif")).size_text
 
 
 BAD_JSON = {
@@ -240,8 +240,8 @@ BAD_JSON = {
 @pytest.mark.parametrize("command", ["check", "plan", "report", "run"])
 def test_a_plan(graphrun: Cli, tmp_path: Path, text: str, command: str) -> None:
     (tmp_path / "plan.json").write_text(text, errors="surrogateescape")
-    code, out, err = graphrun(command, "plan.json")
-    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    code, output, err = graphrun(command, "plan.json")
+    assert (code, output, len(err.splitlines())) == (2, "", 1)
     assert err.startswith("graphrun: plan.json")
     assert os.listdir(tmp_path) == ["plan.json"]
 
@@ -253,8 +253,8 @@ def test_a_plan(graphrun: Cli, tmp_path: Path, text: str, command: str) -> None:
 def test_a_line_of_requests(text: str, graphrun: Cli, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text(f'{text}\n{{"prompt": "a"}}\n')
     shared = ("--device", "sim", "--vram", "6M", "--inputs", "p.jsonl", "--strict")
-    code, out, err = graphrun("run", str(GRAPHS / "flux-tiny.yaml"), *shared)
-    assert (code, out) == (2, "")
+    code, output, err = graphrun("run", str(GRAPHS / "flux-tiny.yaml"), *shared)
+    assert (code, output) == (2, "")
     assert "p.jsonl:1: is not JSON: " in err
 
 
@@ -275,10 +275,10 @@ def test_a_file_of_requests_that_is_none(graphrun: Cli, tmp_path: Path) -> None:
 
 def test_a_prompt_that_is_no_text(graphrun: Cli) -> None:
     shared = ("--device", "sim", "--vram", "6M")
-    code, out, err = graphrun(
+    code, output, err = graphrun(
         "run", str(GRAPHS / "flux-tiny.yaml"), *shared, "--prompt", os.fsdecode(b"a\xff")
     )
-    assert (code, out) == (2, "")
+    assert (code, output) == (2, "")
     assert "input 'prompt': character 2 is half of a surrogate pair or not UTF-8" in err
 
 
@@ -292,29 +292,29 @@ def test_limits_are_raised_by_the_caller(
     path = str(flux(tmp_path, ("stages:\n", "stages:\n" + many(20, STAGE))))
     _, _, err = graphrun("estimate", path)
     assert (
-        "it has 23 stages, and at most 16 are accepted; if this is meant: graphrun --limit stages=23 ..."
-        in err
+        "it has 23 stages, and at most 16 are accepted; if this is meant: graphrun --limit "
+        "stages=23 ..." in err
     )
     code, _, err = graphrun("--limit", "stages=23", "estimate", path)
     assert (code, "nothing reads its outputs" in err) == (2, True)
     for wrong in ("stages", "stages=x", "stages=0", "nonsense=1", f"stages={DIGITS}"):
-        code, out, err = graphrun("--limit", wrong, "estimate", path)
-        assert (code, out, err.startswith("graphrun: ")) == (2, "", True)
+        code, output, err = graphrun("--limit", wrong, "estimate", path)
+        assert (code, output, err.startswith("graphrun: ")) == (2, "", True)
 
 
 def test_umask(tmp_path: Path) -> None:
-    before = os.umask(0o077)
+    previous_mask = os.umask(0o077)
     try:
         write_whole(tmp_path / "a", lambda temporary: temporary.write_text("a"))
     finally:
-        os.umask(before)
+        os.umask(previous_mask)
     assert oct((tmp_path / "a").stat().st_mode & 0o777) == "0o600"
 
 
 def test_rows_of_odd_types(tmp_path: Path) -> None:
     index = Index(tmp_path)
     for key in ("a", "b", "c"):
-        index.put(key, b"data", graph="g", stage="s", about="x")
+        index.put(key, b"data", graph="g", stage="s", inputs_text="x")
     with sqlite3.connect(tmp_path / DATABASE) as rows:
         rows.execute("UPDATE entries SET nbytes = 'many', about = x'00ff' WHERE key = 'a'")
         rows.execute("UPDATE contents SET data = 'text' WHERE key = 'b'")
@@ -349,7 +349,7 @@ def test_a_state_of_odd_types(tmp_path: Path) -> None:
     from graphrun.batch.cache.pack import pack
 
     whole = {
-        "done": 1,
+        "finished_steps": 1,
         "steps": 2,
         "latents": torch.zeros(1),
         "generator": torch.zeros(1),
@@ -360,10 +360,10 @@ def test_a_state_of_odd_types(tmp_path: Path) -> None:
     request.folder = tmp_path
     state = request.state("s")
     assert state is not None
-    assert (state.done, state.scheduler) == (1, {"a": (1, True)})
+    assert (state.finished_steps, state.scheduler) == (1, {"a": (1, True)})
     for odd in (
-        {"done": "1"},
-        {"done": 3},
+        {"finished_steps": "1"},
+        {"finished_steps": 3},
         {"latents": None},
         {"scheduler": [1]},
         {"scheduler": {"a": 1}},
@@ -396,7 +396,7 @@ def test_plans_that_are_no_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "more"),
+    ("changes", "arguments"),
     [
         ([(VAE, "/dev/zero")], []),
         ([], ["--set", "height=16000000"]),
@@ -405,7 +405,7 @@ def test_plans_that_are_no_files(tmp_path: Path) -> None:
     ids=["file", "pixels", "steps"],
 )
 def test_nothing_is_imported_to_refuse(
-    tmp_path: Path, changes: list[tuple[str, str]], more: list[str]
+    tmp_path: Path, changes: list[tuple[str, str]], arguments: list[str]
 ) -> None:
     """What is refused is refused before torch is imported, which takes seconds."""
     import subprocess
@@ -417,10 +417,10 @@ try:
     main()
 except SystemExit as done:
     print(done.code, "torch" in sys.modules)"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, "plan", str(path), "--vram", "6M", *more],
+    process = subprocess.run(
+        [sys.executable, "-c", code, "plan", str(path), "--vram", "6M", *arguments],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.stdout.split() == ["2", "False"]
+    assert process.stdout.split() == ["2", "False"]

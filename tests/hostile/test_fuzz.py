@@ -30,14 +30,16 @@ EXAMPLES |= {
 @pytest.mark.parametrize("reader", EXAMPLES)
 def test_mutants(reader: str) -> None:
     seed, count = EXAMPLES[reader]
-    found = fuzzing.run(reader, seed, count)
-    assert found["failures"] == []
-    assert found["examples"] >= count
-    assert len(found["outcomes"]) > 1, "mutants that are all refused, or all accepted, test nothing"
+    counts = fuzzing.run(reader, seed, count)
+    assert counts["failures"] == []
+    assert counts["examples"] >= count
+    assert len(counts["outcomes"]) > 1, (
+        "mutants that are all refused, or all accepted, test nothing"
+    )
 
 
 def test_counts_are_summed_over_seeds() -> None:
-    one = {
+    counts = {
         "examples": 2,
         "outcomes": {"accepted": 1, "refused": 1},
         "most_seconds": 0.5,
@@ -45,14 +47,14 @@ def test_counts_are_summed_over_seeds() -> None:
         "failures": [],
     }
     other = {
-        **one,
+        **counts,
         "outcomes": {"accepted": 2},
         "most_seconds": 0.1,
         "most_mib": 400,
         "failures": ["x"],
     }
-    two = fuzzing.added(fuzzing.added({}, 2, one), 1, other)
-    assert two == {
+    sums = fuzzing.added(fuzzing.added({}, 2, counts), 1, other)
+    assert sums == {
         "seeds": [1, 2],
         "examples": 4,
         "outcomes": {"accepted": 3, "refused": 1},

@@ -109,11 +109,11 @@ def lora(
     component = Component(
         "part", "x.Layer", None, {}, True, "float32", ("float32",), loras=(Adapter(str(path), 1.0),)
     )
-    found = deltas_of(component, layer())
-    for name, deltas in found.items():
+    deltas_by_name = deltas_of(component, layer())
+    for name, deltas in deltas_by_name.items():
         for delta in deltas:
             delta.add_to(layer().get_parameter(name).detach().clone())
-    return found
+    return deltas_by_name
 
 
 DOWN, UP = "part.to_q.lora_A.weight", "part.to_q.lora_B.weight"
@@ -178,13 +178,13 @@ def test_loras_in_types_that_torch_cannot_compute_with(
     part = Component(
         "part", "x.Layer", None, {}, True, "float32", ("float32",), loras=(Adapter(str(file), 1.0),)
     )
-    wide = torch.nn.Module()
-    wide.to_q = torch.nn.Linear(8, 4)
+    module = torch.nn.Module()
+    module.to_q = torch.nn.Linear(8, 4)
     with pytest.raises(
         GraphError,
         match=rf"components.part.loras: .*a.safetensors cannot be read: {DOWN} is {kind}",
     ):
-        deltas_of(part, wide)
+        deltas_of(part, module)
 
 
 @pytest.mark.parametrize(("kind", "bits"), UNREADABLE)
@@ -206,7 +206,8 @@ def test_ip_adapters_in_types_that_torch_cannot_compute_with(
     unet = SimpleNamespace(_convert_ip_adapter_attn_to_diffusers=None)
     with pytest.raises(
         GraphError,
-        match=rf"components.unet.ip_adapters: .*a.safetensors cannot be read: image_proj.* is {kind}",
+        match=r"components.unet.ip_adapters: .*a.safetensors cannot be read: image_proj.* is "
+        rf"{kind}",
     ):
         add_ip_adapters(part, unet)
 
@@ -238,7 +239,10 @@ def test_a_scheduler_that_would_take_all_memory(
     (tmp_path / "scheduler_config.json").write_text(json.dumps(config))
     source = {"source": str(tmp_path)} if in_folder else {"config": config, "has_config": True}
     part = Part(
-        "scheduler", "diffusers.UniPCMultistepScheduler", **{"config": {}, **source}, where="g:9"
+        "scheduler",
+        "diffusers.UniPCMultistepScheduler",
+        **{"config": {}, **source},
+        file_line="g:9",
     )
     with pytest.raises(
         GraphError,
@@ -252,12 +256,12 @@ def test_loras_that_fit(tmp_path: Path) -> None:
         "part.conv.lora_A.weight": torch.zeros(2, 3, 3, 3),
         "part.conv.lora_B.weight": torch.zeros(5, 2, 1, 1),
     }
-    found = lora(
+    deltas_by_name = lora(
         tmp_path / "a.safetensors",
         {**FITTING, **conv, "part.conv.alpha": torch.tensor(4)},
         '{"part.lora_alpha": 8}',
     )
-    assert {name: deltas[0].factor for name, deltas in found.items()} == {
+    assert {name: deltas[0].factor for name, deltas in deltas_by_name.items()} == {
         "to_q.weight": 4.0,
         "conv.weight": 2.0,
     }
@@ -302,5 +306,5 @@ def test_gguf(keys: bytes, tensors: bytes, counts: tuple[int, int], tmp_path: Pa
 
 
 def test_gguf_that_is_whole(tmp_path: Path) -> None:
-    (found,) = gguf(tmp_path / "a.gguf", ALIGNMENT + struct.pack("<II", 4, 64), PLAIN, (1, 1))
-    assert (found.shape, found.begin % 64) == ((32,), 0)
+    (tensor,) = gguf(tmp_path / "a.gguf", ALIGNMENT + struct.pack("<II", 4, 64), PLAIN, (1, 1))
+    assert (tensor.shape, tensor.begin % 64) == ((32,), 0)

@@ -15,7 +15,7 @@ from PIL import Image
 from tiny_pipelines import Case, cases, film, picture
 
 import graphrun
-from graphrun.diffusers_.importing.imported import Asked, Imported, import_source
+from graphrun.diffusers_.importing.imported import Imported, ImportOptions, import_source
 from graphrun.diffusers_.importing.signature import media_kind
 from graphrun.graph.graph import Graph
 from graphrun.graph.loading import load
@@ -43,7 +43,7 @@ class Saved:
     @property
     def sets(self) -> dict[str, Any]:
         """Defaults of inputs for that call, as a user would set them."""
-        found = {
+        sizes = {
             NAMES.get(k, k): v
             for k, v in self.arguments.items()
             if plain(v) and k not in ("prompt", "output_type")
@@ -51,15 +51,15 @@ class Saved:
         pictures = [v for v in self.arguments.values() if isinstance(v, Image.Image)]
         films = [v for v in self.arguments.values() if is_film(v)]
         sized = "height" in inspect.signature(type(self.pipe).__call__).parameters
-        for one in [*pictures[:1], *(frames[0] for frames in films[:1])]:
-            found |= {} if sized else {"height": one.height, "width": one.width}
+        for media in [*pictures[:1], *(frames[0] for frames in films[:1])]:
+            sizes |= {} if sized else {"height": media.height, "width": media.width}
         tensors = {
             k: list(v.shape)
             for k, v in self.arguments.items()
             if isinstance(v, torch.Tensor) and media_kind(k) is None
         }
         return (
-            found | tensors | ({"frames": len(films[0])} if films and "frames" not in found else {})
+            sizes | tensors | ({"frames": len(films[0])} if films and "frames" not in sizes else {})
         )
 
     @property
@@ -79,20 +79,22 @@ class Saved:
         """Whether its outputs are compared as PIL pictures."""
         return not self.name.startswith(("StableAudio", "Marigold", "KandinskyV22Prior"))
 
-    def imported(self, **more: Any) -> Imported:
-        asked = {"configs": {}, "dtypes": {}, "sets": self.sets, **more}
-        return import_source(str(self.folder), Asked(**asked))
+    def imported(self, **changes: Any) -> Imported:
+        options = {"configs": {}, "dtypes": {}, "input_defaults": self.sets, **changes}
+        return import_source(str(self.folder), ImportOptions(**options))
 
-    def expected(self, **more: Any) -> Any:
+    def expected(self, **arguments: Any) -> Any:
         """The pipeline's own output: the first field of what it returns."""
-        known = inspect.signature(type(self.pipe).__call__).parameters
+        parameters = inspect.signature(type(self.pipe).__call__).parameters
         generator = (
-            {"generator": torch.Generator().manual_seed(SEED)} if "generator" in known else {}
+            {"generator": torch.Generator().manual_seed(SEED)} if "generator" in parameters else {}
         )
         torch.manual_seed(1)
-        output_type = {"output_type": "pil"} if "output_type" in known and self.pictured else {}
-        made = self.pipe(**{**self.arguments, **generator, **output_type, **more})
-        return next(iter(vars(made).values())) if hasattr(made, "__dict__") else made[0]
+        output_type = (
+            {"output_type": "pil"} if "output_type" in parameters and self.pictured else {}
+        )
+        result = self.pipe(**{**self.arguments, **generator, **output_type, **arguments})
+        return next(iter(vars(result).values())) if hasattr(result, "__dict__") else result[0]
 
 
 def plain(value: Any) -> bool:
@@ -150,7 +152,7 @@ def planned(
     inputs: Mapping[str, Any] | None = None,
     *,
     pinned: bool = False,
-    least: bool = False,
+    at_minimum: bool = False,
     cache: Path | None = None,
 ) -> Solution:
     """A plan for ``graph`` on the simulated accelerator, with an ample budget or the ``least``
@@ -160,7 +162,7 @@ def planned(
         graph, vram=AMPLE, ram=AMPLE, hardware="sim", inputs=inputs or {}, pin=pin, cache=cache
     )
     return graphrun.plan(
-        replace(ample, budget_bytes=smallest_budget(ample)) if least else ample, cache=cache
+        replace(ample, budget_bytes=smallest_budget(ample)) if at_minimum else ample, cache=cache
     )
 
 
@@ -190,6 +192,8 @@ def pixels(value: Any) -> np.ndarray[Any, Any]:
     )
 
 
-def equal(made: Any, expected: Any) -> bool:
-    one, other = pixels(made), pixels(expected)
-    return one.size == other.size and bool(np.array_equal(one, other.reshape(one.shape)))
+def equal(result: Any, expected: Any) -> bool:
+    actual, wanted_pixels = pixels(result), pixels(expected)
+    return actual.size == wanted_pixels.size and bool(
+        np.array_equal(actual, wanted_pixels.reshape(actual.shape))
+    )

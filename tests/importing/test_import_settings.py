@@ -74,8 +74,8 @@ class Edits(Own):
                 2, 0, 1
             )[None]
             start = start + self.vae.encode(pixels.to(start.device)).latents.mean()
-        made = self.vae.decode(self.unet(start, 1).sample).sample
-        return ImagePipelineOutput(images=made.permute(0, 2, 3, 1).cpu().numpy())
+        picture = self.vae.decode(self.unet(start, 1).sample).sample
+        return ImagePipelineOutput(images=picture.permute(0, 2, 3, 1).cpu().numpy())
 
 
 class Either(Edits):
@@ -94,14 +94,14 @@ class Either(Edits):
         return super().__call__(image or video[0], prompt, num_inference_steps, generator)
 
 
-def own(kind: type[Own] = Own, **more: Any) -> Any:
+def own(kind: type[Own] = Own, **options: Any) -> Any:
     sizes = {
         "encoder_block_out_channels": (8, 8),
         "decoder_block_out_channels": (8, 8),
         "latent_channels": 3,
     }
     vae = diffusers.AutoencoderTiny(**sizes, num_encoder_blocks=(1, 1), num_decoder_blocks=(1, 1))
-    return kind(tiny("UNet2DModel"), vae, **more)
+    return kind(tiny("UNet2DModel"), vae, **options)
 
 
 def test_settings_of_constructors_survive_an_import(tmp_path: Path) -> None:
@@ -123,15 +123,20 @@ def test_a_picture_before_the_prompt_is_optional_where_the_call_runs_without_one
         "image",
         False,
     )
-    assert {str(of) for of in live.graph.stages[0].arguments.values()} >= {"$image", "$prompt"}
+    assert {str(argument) for argument in live.graph.stages[0].arguments.values()} >= {
+        "$image",
+        "$prompt",
+    }
     problems = [
         graphrun.estimate(
-            live, vram="1G", ram="1G", hardware="sim", inputs={"prompt": "a photo", **more}
+            live, vram="1G", ram="1G", hardware="sim", inputs={"prompt": "a photo", **extra_inputs}
         )
-        for more in ({}, {"image": picture(16)})
+        for extra_inputs in ({}, {"image": picture(16)})
     ]
-    entered = [[phase.name.partition(":")[2] for phase in problem.phases] for problem in problems]
-    assert entered == [["unet", "vae"], ["vae", "unet", "vae"]]
+    phase_names = [
+        [phase.name.partition(":")[2] for phase in problem.phases] for problem in problems
+    ]
+    assert phase_names == [["unet", "vae"], ["vae", "unet", "vae"]]
 
 
 def test_of_two_media_before_the_prompt_one_is_needed_where_the_call_needs_one() -> None:
@@ -161,9 +166,9 @@ def test_frames_that_condition_a_video_are_media() -> None:
 
 
 def test_a_scheduler_that_a_folder_lacks_is_made_by_the_constructor(tmp_path: Path) -> None:
-    listed = {"scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"], "vae": [None, None]}
+    index = {"scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"], "vae": [None, None]}
     (tmp_path / "model_index.json").write_text(
-        json.dumps({"_class_name": "LongCatAudioDiTPipeline", **listed})
+        json.dumps({"_class_name": "LongCatAudioDiTPipeline", **index})
     )
     assert of_folder(tmp_path).parts == {}
     (tmp_path / "scheduler").mkdir()
@@ -171,9 +176,9 @@ def test_a_scheduler_that_a_folder_lacks_is_made_by_the_constructor(tmp_path: Pa
 
 
 def test_an_infinite_default_that_diffusers_writes_is_read_and_left_out(tmp_path: Path) -> None:
-    listed = {"scheduler": ["diffusers", "DPMSolverMultistepScheduler"], "vae": [None, None]}
+    index = {"scheduler": ["diffusers", "DPMSolverMultistepScheduler"], "vae": [None, None]}
     (tmp_path / "model_index.json").write_text(
-        json.dumps({"_class_name": "StableDiffusionPipeline", **listed})
+        json.dumps({"_class_name": "StableDiffusionPipeline", **index})
     )
     diffusers.DPMSolverMultistepScheduler(solver_order=3).save_pretrained(tmp_path / "scheduler")
     file = tmp_path / "scheduler" / "scheduler_config.json"

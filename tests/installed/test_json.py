@@ -22,10 +22,8 @@ NOT_HERE = {
 }
 HELPER_KEYS = ("hardware", "budget_bytes", "effective_bytes", "peak_bytes", "components[]")
 NOT_HERE |= {f"plan --cluster: transfers[].{key}" for key in ("value", "to[]", "nbytes", "seconds")}
-NOT_HERE |= {
-    f"plan --cluster: devices[].secondary devices[].{key}" for key in ("hardware", "vram_bytes")
-}
-NOT_HERE |= {f"{PLAN}: secondary devices[].{key}" for key in HELPER_KEYS} | {"frontier: device"}
+NOT_HERE |= {f"plan --cluster: devices[].secondaries[].{key}" for key in ("hardware", "vram_bytes")}
+NOT_HERE |= {f"{PLAN}: secondaries[].{key}" for key in HELPER_KEYS} | {"frontier: device"}
 CASES = [
     (PLAN, ("plan", "plan.json")),
     (PLAN, ("explain", "plan.json")),
@@ -50,29 +48,29 @@ CASES = [
 
 def documented() -> dict[str, set[str]]:
     """The keys of each section of the document, and of those that all have."""
-    found: dict[str, set[str]] = {}
+    keys_by_section: dict[str, set[str]] = {}
     for section in re.split(r"^##? ", DOCUMENT.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
         rows = [row.split("|")[1] for row in section.splitlines() if row.startswith("| `")]
-        found[section.partition("\n")[0]] = {
+        keys_by_section[section.partition("\n")[0]] = {
             key for row in rows for key in re.findall("`([^`]+)`", row)
         }
-    return found
+    return keys_by_section
 
 
-def keys(data: Any, at: str = "") -> Iterator[str]:
+def keys(data: Any, path: str = "") -> Iterator[str]:
     """The paths of the values in ``data``; of an empty list or mapping, of what would be in it."""
     if data == {}:
-        yield f"{at}.NAME"
+        yield f"{path}.NAME"
     elif data == []:
-        yield f"{at}[]"
+        yield f"{path}[]"
     elif isinstance(data, dict):
         for name, value in data.items():
-            yield from keys(value, f"{at}.{name}".removeprefix("."))
+            yield from keys(value, f"{path}.{name}".removeprefix("."))
     elif isinstance(data, list):
         for value in data:
-            yield from keys(value, f"{at}[]")
+            yield from keys(value, f"{path}[]")
     else:
-        yield at
+        yield path
 
 
 def named_by(key: str, pattern: str) -> bool:
@@ -88,12 +86,12 @@ def test_every_key_is_documented_and_printed(graphrun: Cli) -> None:
     assert graphrun("plan", *SIM, "--vram", "6M", "-o", "plan.json")[0] == 0
     assert graphrun("plan", *SIM, "--vram", "12M", "-o", "large.json")[0] == 0
     assert graphrun("export", "plan.json", "--as", "accelerate", "-o", "maps.json")[0] == 0
-    broken = json.loads(Path("plan.json").read_text())
-    broken["actions"] = [
+    broken_plan = json.loads(Path("plan.json").read_text())
+    broken_plan["actions"] = [
         re.sub(r"ring buffer [\d.]+ [KM]iB", "ring buffer 1 KiB", line)
-        for line in broken["actions"]
+        for line in broken_plan["actions"]
     ]
-    Path("broken.json").write_text(json.dumps(broken))
+    Path("broken.json").write_text(json.dumps(broken_plan))
     Path("requests.jsonl").write_text('{"prompt": "a cat"}\n{"prompt": "a dog", "steps": 0}\n')
 
     Path("cluster.yaml").write_text(
@@ -104,23 +102,23 @@ def test_every_key_is_documented_and_printed(graphrun: Cli) -> None:
     for section, command in CASES:
         _, text, errors = graphrun(*command, "--json")
         assert text, (command, errors)
-        out = json.loads(text)
-        assert out.pop("version") == 1, command
-        found = set(keys(out))
-        printed.setdefault(section, set()).update(found)
+        output = json.loads(text)
+        assert output.pop("version") == 1, command
+        output_keys = set(keys(output))
+        printed.setdefault(section, set()).update(output_keys)
     assert sections.keys() == {COMMON, *printed}
     assert sections[COMMON] == {"version"}
     unknown = {
         f"{section}: {key}"
-        for section, found in printed.items()
-        for key in found
+        for section, section_keys in printed.items()
+        for key in section_keys
         if not any(named_by(key, pattern) for pattern in sections[section])
     }
     assert unknown == set()
-    never = {
+    unprinted = {
         f"{section}: {pattern}"
-        for section, found in printed.items()
+        for section, section_keys in printed.items()
         for pattern in sections[section]
-        if not any(named_by(key, pattern) for key in found)
+        if not any(named_by(key, pattern) for key in section_keys)
     }
-    assert never <= NOT_HERE
+    assert unprinted <= NOT_HERE

@@ -38,15 +38,15 @@ BETWEEN = (
 
 
 def take_away() -> None:
-    given = builtins.__import__
+    original_import = builtins.__import__
 
-    def imported(name: str, globals: Any = None, *rest: Any, **named: Any) -> Any:
+    def imported(name: str, globals: Any = None, *rest: Any, **keywords: Any) -> Any:
         if name in MODULES and str((globals or {}).get("__name__", "")).partition(".")[0] in (
             "graphrun",
             "filelock",
         ):
             raise ImportError(f"this system has no {name}")
-        return given(name, globals, *rest, **named)
+        return original_import(name, globals, *rest, **keywords)
 
     builtins.__import__ = imported
     for module, names in ((os, CALLS), (signal, SIGNALS)):

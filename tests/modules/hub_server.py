@@ -73,14 +73,14 @@ class Hub:
             def do_GET(self) -> None:
                 path = unquote(urlsplit(self.path).path)
                 hub.requests.append((self.command, path, self.headers.get("Range", "")))
-                status, headers, body, sent = answer(path, self.headers)
+                status, headers, body, length = answer(path, self.headers)
                 self.send_response(status)
                 for name, value in {"Content-Length": str(len(body)), **headers}.items():
                     self.send_header(name, value)
                 self.end_headers()
                 if self.command == "GET":
-                    self.wfile.write(body[:sent])
-                    self.close_connection = sent < len(body)
+                    self.wfile.write(body[:length])
+                    self.close_connection = length < len(body)
 
             do_HEAD = do_GET
 
@@ -104,16 +104,17 @@ class Hub:
             return _refused(
                 403,
                 "",
-                "Please enable access to public gated repositories in your fine-grained token settings",
+                "Please enable access to public gated repositories in your fine-grained token "
+                "settings",
             )
         if rest == ["auth-check"]:
             return _closed(repository, token) or _json({})
-        what, revision, *below = rest or ["revision", "main"]
+        resource, revision, *steps = rest or ["revision", "main"]
         commit = repository.revisions.get(revision, revision)
         if commit not in repository.commits:
             return _refused(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         files = repository.commits[commit]
-        if api and what == "revision":
+        if api and resource == "revision":
             siblings = [
                 {"rfilename": file, "size": len(content), **_lfs("sha256", content)}
                 for file, content in files.items()
@@ -134,9 +135,9 @@ class Hub:
                     for f, c in files.items()
                 ]
             )
-        if refused := _closed(repository, token):
-            return refused
-        content, file = files.get("/".join(below)), below[-1]
+        if refusal := _closed(repository, token):
+            return refusal
+        content, file = files.get("/".join(steps)), steps[-1]
         if content is None:
             return _refused(404, "EntryNotFound", "Entry not found")
         if not file.endswith(".safetensors"):
@@ -153,29 +154,29 @@ class Hub:
         }
         return (
             302,
-            {**linked, "Location": f"{self.store}/{owner}/{name}/{commit}/{'/'.join(below)}"},
+            {**linked, "Location": f"{self.store}/{owner}/{name}/{commit}/{'/'.join(steps)}"},
             b"",
             0,
         )
 
     def _store(self, path: str, headers: Any) -> tuple[int, dict[str, str], bytes, int]:
         assert "Authorization" not in headers, "a token stays at the hub"
-        owner, name, commit, *below = path.strip("/").split("/")
-        content = self.repositories[f"{owner}/{name}"].commits[commit]["/".join(below)]
-        if below[-1] in self.wrong:
+        owner, name, commit, *steps = path.strip("/").split("/")
+        content = self.repositories[f"{owner}/{name}"].commits[commit]["/".join(steps)]
+        if steps[-1] in self.wrong:
             content = content[:-1] + bytes([content[-1] ^ 1])
         start = int((headers.get("Range") or "bytes=0-").removeprefix("bytes=").rstrip("-"))
-        body, sent = content[start:], len(content) - start
-        if self.breaks[below[-1]] > 0:
-            self.breaks[below[-1]] -= 1
-            sent //= 2
+        body, length = content[start:], len(content) - start
+        if self.breaks[steps[-1]] > 0:
+            self.breaks[steps[-1]] -= 1
+            length //= 2
         if not start:
-            return 200, {}, body, sent
+            return 200, {}, body, length
         return (
             206,
             {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"},
             body,
-            sent,
+            length,
         )
 
 

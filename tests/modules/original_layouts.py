@@ -69,8 +69,8 @@ OPEN_CLIP |= {"layer_norm2": "ln_2", "fc1": "c_fc", "fc2": "c_proj", "self_attn"
 
 
 def renamed(name: str, names: Mapping[str, str]) -> str:
-    for theirs, original in names.items():
-        name = name.replace(theirs, original)
+    for diffusers_name, original in names.items():
+        name = name.replace(diffusers_name, original)
     return name
 
 
@@ -106,17 +106,17 @@ def vae(state: Tensors) -> Tensors:
     blocks = 1 + max(
         int(match[1]) for name in state if (match := re.match(r"decoder\.up_blocks\.(\d+)", name))
     )
-    found = {}
+    tensors = {}
     for name, tensor in state.items():
         name = re.sub(r"up_blocks\.(\d+)", lambda match: f"up.{blocks - 1 - int(match[1])}", name)
         name = re.sub(r"(down|up)(_blocks)?\.(\d+)\.resnets", r"\1.\3.block", name).replace(
             "down_blocks", "down"
         )
         square = "mid_block.attentions" in name and tensor.dim() == 2
-        found[f"first_stage_model.{renamed(name, VAE)}"] = (
+        tensors[f"first_stage_model.{renamed(name, VAE)}"] = (
             tensor[:, :, None, None].contiguous() if square else tensor
         )
-    return found
+    return tensors
 
 
 def clip(state: Tensors) -> Tensors:
@@ -127,19 +127,19 @@ def clip(state: Tensors) -> Tensors:
 
 
 def open_clip(state: Tensors) -> Tensors:
-    found: Tensors = {}
+    tensors: Tensors = {}
     for name, tensor in state.items():
         name = (
             f"conditioner.embedders.1.model.{renamed(name.removeprefix('text_model.'), OPEN_CLIP)}"
         )
         if ".q_proj." in name:
             three = [state[n] for n in _three(name, state)]
-            found[name.replace(".q_proj.", ".in_proj_")] = torch.cat(three)
+            tensors[name.replace(".q_proj.", ".in_proj_")] = torch.cat(three)
         elif name.endswith("text_projection.weight"):
-            found[name.removesuffix(".weight")] = tensor.T.contiguous()
+            tensors[name.removesuffix(".weight")] = tensor.T.contiguous()
         elif "k_proj" not in name and "v_proj" not in name:
-            found[name] = tensor
-    return found
+            tensors[name] = tensor
+    return tensors
 
 
 def _three(name: str, state: Tensors) -> list[str]:
@@ -151,10 +151,10 @@ def _three(name: str, state: Tensors) -> list[str]:
 def flux_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The names and shapes of FLUX's original checkpoint."""
     n, wide = config["num_attention_heads"] * config["attention_head_dim"], 4
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
 
     def linear(name: str, outputs: int, inputs: int) -> None:
-        found[f"{name}.weight"], found[f"{name}.bias"] = (outputs, inputs), (outputs,)
+        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (outputs, inputs), (outputs,)
 
     for name, inputs in (
         ("time_in", 256),
@@ -177,15 +177,15 @@ def flux_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             linear(f"{block}_mlp.0", wide * n, n)
             linear(f"{block}_mlp.2", n, wide * n)
             for norm in ("query_norm", "key_norm"):
-                found[f"{block}_attn.norm.{norm}.scale"] = (config["attention_head_dim"],)
+                shapes[f"{block}_attn.norm.{norm}.scale"] = (config["attention_head_dim"],)
     for i in range(config["num_single_layers"]):
         block = f"single_blocks.{i}"
         linear(f"{block}.modulation.lin", 3 * n, n)
         linear(f"{block}.linear1", 3 * n + wide * n, n)
         linear(f"{block}.linear2", n, n + wide * n)
         for norm in ("query_norm", "key_norm"):
-            found[f"{block}.norm.{norm}.scale"] = (config["attention_head_dim"],)
-    return found
+            shapes[f"{block}.norm.{norm}.scale"] = (config["attention_head_dim"],)
+    return shapes
 
 
 def write_hollow(
@@ -204,9 +204,9 @@ def write_hollow(
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(header).encode()
-    with file.open("wb") as opened:
-        opened.write(len(text).to_bytes(8, "little") + text)
-        opened.truncate(8 + len(text) + end)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(8 + len(text) + end)
     return end
 
 
@@ -216,8 +216,8 @@ def write_gguf(file: Path, tensors: Tensors, kind: Callable[[str, torch.Tensor],
     writer.add_uint32("some.number", 7)
     writer.add_array("some.texts", ["one", "two"])
     for name, tensor in tensors.items():
-        data, of = tensor.float().numpy(), kind(name, tensor)
-        writer.add_tensor(name, gguf.quants.quantize(data, of), raw_dtype=of)
+        data, type_name = tensor.float().numpy(), kind(name, tensor)
+        writer.add_tensor(name, gguf.quants.quantize(data, type_name), raw_dtype=type_name)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -9,10 +9,10 @@ from graphrun.modules.blocks import ALIGNMENT, BlockLayout, lay_out
 
 
 def names(module: nn.Module, layout: BlockLayout) -> set[str]:
-    found = {
+    locations = {
         id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())
     }
-    return {found[id(entry.tensor)] for entry in layout.entries}
+    return {locations[id(entry.tensor)] for entry in layout.entries}
 
 
 def test_a_tensor_belongs_to_the_longest_matching_path_else_to_the_root() -> None:

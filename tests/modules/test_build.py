@@ -129,7 +129,7 @@ def flux() -> Graph:
 
 
 @pytest.fixture(scope="module")
-def saved(flux: Graph, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(flux: Graph, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """flux-tiny as a folder in the layout of diffusers, with a sharded transformer."""
     folder = tmp_path_factory.mktemp("source")
     for name, component in flux.components.items():
@@ -195,23 +195,23 @@ def test_modules_have_the_shapes_and_dtypes_of_their_meta_modules(name: str) -> 
 
 def test_t5_keeps_wo_in_fp32_in_fp16_only(flux: Graph) -> None:
     """As transformers' from_pretrained does: +1.875 GiB for T5-XXL, which a plan has to count."""
-    for dtype, kept in (("float16", torch.float32), ("bfloat16", torch.bfloat16)):
+    for dtype, expected in (("float16", torch.float32), ("bfloat16", torch.bfloat16)):
         module = meta_module(replace(flux.component("text_encoder_2"), dtype=dtype), flux.trust)
-        found = {p.dtype for name, p in module.named_parameters() if ".wo." in name}
-        assert found == {kept}
+        dtypes = {p.dtype for name, p in module.named_parameters() if ".wo." in name}
+        assert dtypes == {expected}
         assert module.shared.weight.dtype == getattr(torch, dtype)
 
 
 def test_random_weights_depend_on_name_and_seed_alone(flux: Graph) -> None:
     clip = flux.component("text_encoder")
-    once = tensors(build(clip, flux))
+    first = tensors(build(clip, flux))
     torch.manual_seed(7)
     build(flux.component("vae"), flux)
-    again = tensors(build(clip, flux))
-    assert all(torch.equal(once[name], again[name]) for name in once)
+    second = tensors(build(clip, flux))
+    assert all(torch.equal(first[name], second[name]) for name in first)
     weight = "encoder.layers.0.mlp.fc1.weight"
-    assert not torch.equal(once[weight], tensors(build(replace(clip, seed=1), flux))[weight])
-    assert not torch.equal(once[weight], tensors(build(replace(clip, name="other"), flux))[weight])
+    assert not torch.equal(first[weight], tensors(build(replace(clip, seed=1), flux))[weight])
+    assert not torch.equal(first[weight], tensors(build(replace(clip, name="other"), flux))[weight])
 
 
 def test_building_leaves_torch_as_it_was(flux: Graph) -> None:
@@ -232,7 +232,7 @@ def test_tied_and_large_tensors_get_random_values() -> None:
         for name, p in module.named_parameters(remove_duplicate=False)
     }
     for name, value in values.items():
-        source.into(name, value)
+        source.read_into(name, value)
     weight = values["0.weight"]
     assert torch.equal(weight, values["2.weight"])
     assert weight.numel() > TILE
@@ -258,19 +258,19 @@ def test_tiny_pipelines_make_images_that_depend_on_the_prompt(name: str) -> None
         arguments = {key: value for key, value in values.items() if key not in ("seed", "prompt")}
         return pipeline(prompt, generator=generator, output_type="np", **arguments).images[0]
 
-    one, other = picture(values["prompt"]), picture("a cat")
-    assert one.shape == (values["height"], values["width"], 3)
-    assert numpy.isfinite(one).all()
-    assert one.std() > 0.1
-    assert numpy.abs(one - other).mean() > 0.01
+    first, other = picture(values["prompt"]), picture("a cat")
+    assert first.shape == (values["height"], values["width"], 3)
+    assert numpy.isfinite(first).all()
+    assert first.std() > 0.1
+    assert numpy.abs(first - other).mean() > 0.01
 
 
-def test_weights_come_from_a_source(flux: Graph, saved: Path) -> None:
+def test_weights_come_from_a_source(flux: Graph, checkpoint: Path) -> None:
     for name, component in flux.components.items():
-        module, wanted = build(at(component, saved / name), flux), build(component, flux)
-        assert described(module) == described(wanted)
+        module, expected = build(at(component, checkpoint / name), flux), build(component, flux)
+        assert described(module) == described(expected)
         assert all(
-            torch.equal(tensor, tensors(wanted)[key]) for key, tensor in tensors(module).items()
+            torch.equal(tensor, tensors(expected)[key]) for key, tensor in tensors(module).items()
         ), name
         assert not module.training
         assert not any(p.requires_grad for p in module.parameters())
@@ -352,59 +352,67 @@ def test_a_meta_module_has_the_dtypes_that_from_pretrained_gives(
     component = Component("any", class_path, None, config, True, dtype, (dtype,))
     twin, module = meta_module(component, flux.trust), build(component, flux)
     module.save_pretrained(tmp_path)
-    read = build(at(component, tmp_path), flux)
-    theirs = resolve_class(class_path, flux.trust).from_pretrained(
+    loaded_module = build(at(component, tmp_path), flux)
+    reference = resolve_class(class_path, flux.trust).from_pretrained(
         tmp_path, torch_dtype=getattr(torch, dtype)
     )
-    assert described(theirs) == described(read) == described(module) == described(twin)
-    assert all(torch.equal(tensor, tensors(module)[key]) for key, tensor in tensors(read).items())
-    assert all(torch.equal(tensor, tensors(theirs)[key]) for key, tensor in tensors(read).items())
+    assert described(reference) == described(loaded_module) == described(module) == described(twin)
+    assert all(
+        torch.equal(tensor, tensors(module)[key]) for key, tensor in tensors(loaded_module).items()
+    )
+    assert all(
+        torch.equal(tensor, tensors(reference)[key])
+        for key, tensor in tensors(loaded_module).items()
+    )
     if dtype == "bfloat16":
         assert tensors(twin)[name].dtype == in_bfloat16
 
 
-def test_a_config_may_come_from_the_source(flux: Graph, saved: Path) -> None:
-    bare = replace(at(flux.component("vae"), saved / "vae"), has_config=False, config={})
+def test_a_config_may_come_from_the_source(flux: Graph, checkpoint: Path) -> None:
+    bare = replace(at(flux.component("vae"), checkpoint / "vae"), has_config=False, config={})
     assert described(meta_module(bare, flux.trust)) == described(
         meta_module(flux.component("vae"), flux.trust)
     )
 
 
-def broken(saved: Path, tmp_path: Path, name: str) -> Path:
+def broken(checkpoint: Path, tmp_path: Path, name: str) -> Path:
     """A copy of a component's folder that a test may damage."""
     folder = tmp_path / name
     folder.mkdir()
-    for file in (saved / name).iterdir():
+    for file in (checkpoint / name).iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     return folder
 
 
 def refusal(component: Component, graph: Graph) -> str:
-    with pytest.raises(GraphError) as caught:
+    with pytest.raises(GraphError) as error_info:
         build(component, graph)
-    assert str(caught.value).startswith(f"{component.where}: ")
-    return str(caught.value).removeprefix(f"{component.where}: ")
+    assert str(error_info.value).startswith(f"{component.file_line}: ")
+    return str(error_info.value).removeprefix(f"{component.file_line}: ")
 
 
 def test_missing_folder(flux: Graph, tmp_path: Path) -> None:
     message = refusal(at(flux.component("vae"), tmp_path / "nowhere"), flux)
     assert (
-        message
-        == f"no such folder: {tmp_path}/nowhere; give the path of a folder, or remove source: for random weights"
+        message == f"no such folder: {tmp_path}/nowhere; give the path of a folder, "
+        "or remove source: for random weights"
     )
 
 
-def test_folder_without_safetensors(flux: Graph, saved: Path, tmp_path: Path) -> None:
-    folder = broken(saved, tmp_path, "vae")
+def test_folder_without_safetensors(flux: Graph, checkpoint: Path, tmp_path: Path) -> None:
+    folder = broken(checkpoint, tmp_path, "vae")
     file = folder / "diffusion_pytorch_model.safetensors"
     file.rename(folder / "diffusion_pytorch_model.bin")
-    text = f"no safetensors in {folder}, only {file.stem}.bin: nothing is unpickled; convert it to safetensors (save_pretrained does)"
+    text = (
+        f"no safetensors in {folder}, only {file.stem}.bin: nothing is unpickled; convert it to "
+        "safetensors (save_pretrained does)"
+    )
     assert refusal(at(flux.component("vae"), folder), flux) == text
 
 
 @pytest.mark.parametrize("cut", ["end", "header", "garbage", "empty"])
-def test_corrupt_safetensors(flux: Graph, saved: Path, tmp_path: Path, cut: str) -> None:
-    folder = broken(saved, tmp_path, "transformer")
+def test_corrupt_safetensors(flux: Graph, checkpoint: Path, tmp_path: Path, cut: str) -> None:
+    folder = broken(checkpoint, tmp_path, "transformer")
     file = sorted(folder.glob("*.safetensors"))[1]
     content = file.read_bytes()
     pieces = {
@@ -419,8 +427,8 @@ def test_corrupt_safetensors(flux: Graph, saved: Path, tmp_path: Path, cut: str)
     assert message.endswith("; download it again")
 
 
-def test_missing_shard_and_broken_index(flux: Graph, saved: Path, tmp_path: Path) -> None:
-    folder = broken(saved, tmp_path, "transformer")
+def test_missing_shard_and_broken_index(flux: Graph, checkpoint: Path, tmp_path: Path) -> None:
+    folder = broken(checkpoint, tmp_path, "transformer")
     shard = sorted(folder.glob("*.safetensors"))[0]
     shard.unlink()
     assert (
@@ -435,38 +443,38 @@ def test_missing_shard_and_broken_index(flux: Graph, saved: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["vae", "text_encoder_2"])
-def test_missing_tensor(flux: Graph, saved: Path, tmp_path: Path, name: str) -> None:
-    folder = broken(saved, tmp_path, name)
+def test_missing_tensor(flux: Graph, checkpoint: Path, tmp_path: Path, name: str) -> None:
+    folder = broken(checkpoint, tmp_path, name)
     file = next(folder.glob("*.safetensors"))
     content = load_file(file)
-    gone = sorted(key for key in content if key.endswith("weight"))[0]
-    del content[gone]
+    absent_key = sorted(key for key in content if key.endswith("weight"))[0]
+    del content[absent_key]
     save_file(content, file, {"format": "pt"})
     message = refusal(at(flux.component(name), folder), flux)
-    assert message == f"components.{name}: {folder} lacks 1 tensors, such as {gone}"
+    assert message == f"components.{name}: {folder} lacks 1 tensors, such as {absent_key}"
 
 
 @pytest.mark.parametrize(
     ("name", "key"), [("vae", "block_out_channels"), ("text_encoder_2", "d_ff")]
 )
-def test_source_with_other_shapes(flux: Graph, saved: Path, name: str, key: str) -> None:
+def test_source_with_other_shapes(flux: Graph, checkpoint: Path, name: str, key: str) -> None:
     """A plan made from the graph's config must not be run with another model."""
-    component = at(flux.component(name), saved / name)
+    component = at(flux.component(name), checkpoint / name)
     value = component.config[key]
     other = replace(
         component,
         config={**component.config, key: [8, *value[1:]] if isinstance(value, list) else 2 * value},
     )
     message = refusal(other, flux)
-    assert message.startswith(f"components.{name}: {saved / name} does not match its config: ")
+    assert message.startswith(f"components.{name}: {checkpoint / name} does not match its config: ")
     assert "more" in message
 
 
 def test_folder_whose_config_does_not_fit_its_tensors(
-    flux: Graph, saved: Path, tmp_path: Path
+    flux: Graph, checkpoint: Path, tmp_path: Path
 ) -> None:
     for name, key, value in (("vae", "latent_channels", 8), ("text_encoder_2", "d_ff", 384)):
-        folder = broken(saved, tmp_path, name)
+        folder = broken(checkpoint, tmp_path, name)
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, key: value}))
         component = replace(at(flux.component(name), folder), has_config=False, config={})
@@ -500,16 +508,20 @@ def test_classes(flux: Graph) -> None:
         == "AutoencoderKL"
     )
     for path, message in {
-        "diffusers.FluxTransformr2DModel": "unknown class diffusers.FluxTransformr2DModel; did you mean 'FluxTransformer2DModel'?",
-        "transformers.T5EncoderModl": "unknown class transformers.T5EncoderModl; did you mean 'T5EncoderModel'?",
+        "diffusers.FluxTransformr2DModel": (
+            "unknown class diffusers.FluxTransformr2DModel; did you mean 'FluxTransformer2DModel'?"
+        ),
+        "transformers.T5EncoderModl": (
+            "unknown class transformers.T5EncoderModl; did you mean 'T5EncoderModel'?"
+        ),
         "os.system": f"os.system is {outside('os', ('diffusers', 'transformers'))}",
         "diffusers.utils": "diffusers.utils is not a class",
         "diffusers.utils.hub_utils.Path": "diffusers.utils.hub_utils.Path is pathlib.Path, "
         f"{outside('pathlib', ('diffusers', 'transformers'))}",
     }.items():
-        with pytest.raises(GraphError) as caught:
+        with pytest.raises(GraphError) as error_info:
             resolve_class(path, (), "graph.yaml:3")
-        assert str(caught.value) == f"graph.yaml:3: {message}"
+        assert str(error_info.value) == f"graph.yaml:3: {message}"
     with pytest.raises(GraphError, match="cannot be imported"):
         resolve_class("no_such_package.Thing", ("no_such_package",))
     assert "is not a module with weights" in refusal(
@@ -538,7 +550,7 @@ def test_any_module_of_a_trusted_package(
     graph = replace(flux, trust=("plain_package_of_a_test",))
     path = "plain_package_of_a_test.Plain"
     plain = Component(
-        "plain", path, None, {"width": 6}, True, "bfloat16", ("bfloat16",), where="graph.yaml:9"
+        "plain", path, None, {"width": 6}, True, "bfloat16", ("bfloat16",), file_line="graph.yaml:9"
     )
     assert described(build(plain, graph)) == described(meta_module(plain, graph.trust))
     weight = torch.randn(6, 6)
@@ -553,7 +565,7 @@ def test_any_module_of_a_trusted_package(
 
 
 def test_a_hub_source_is_read_from_the_cache(
-    flux: Graph, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flux: Graph, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -562,7 +574,7 @@ def test_a_hub_source_is_read_from_the_cache(
         "cannot get owner/repo/vae from the hub: HF_HUB_OFFLINE is set"
     )
     repository = tmp_path / "models--owner--repo"
-    shutil.copytree(saved / "vae", repository / "snapshots" / "1234" / "vae")
+    shutil.copytree(checkpoint / "vae", repository / "snapshots" / "1234" / "vae")
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("1234")
     assert described(build(component, flux)) == described(meta_module(component, flux.trust))
@@ -572,7 +584,7 @@ def test_a_hub_source_is_read_from_the_cache(
     )
 
 
-def test_tokenizers(flux: Graph, saved: Path) -> None:
+def test_tokenizers(flux: Graph, checkpoint: Path) -> None:
     part = flux.parts["tokenizer"]
     tokenizer = build_part(part, flux)
     encoded = tokenizer(
@@ -591,7 +603,7 @@ def test_tokenizers(flux: Graph, saved: Path) -> None:
     assert encoded.max() == 258
     assert tokenizer.decode(encoded[0], skip_special_tokens=True) == "a cat"
     source = replace(
-        part, source=str(saved / "tokenizer"), config={**part.config, "model_max_length": 12}
+        part, source=str(checkpoint / "tokenizer"), config={**part.config, "model_max_length": 12}
     )
     assert build_part(source, flux).model_max_length == 77
     assert build_part(source, flux, planning=True).model_max_length == 12
@@ -620,17 +632,19 @@ def test_schedulers(flux: Graph) -> None:
 def test_a_broken_tokenizer_file_is_named(flux: Graph, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text("{")
     part = replace(flux.parts["tokenizer"], file=tmp_path / "t.json")
-    with pytest.raises(GraphError, match=rf"{part.where}: parts\.tokenizer: {tmp_path}/t\.json"):
+    with pytest.raises(
+        GraphError, match=rf"{part.file_line}: parts\.tokenizer: {tmp_path}/t\.json"
+    ):
         build_part(part, flux)
 
 
 @pytest.mark.parametrize("sourced", [False, True])
 def test_while_planning_unpadded_texts_get_their_maximum_length(
-    flux: Graph, saved: Path, sourced: bool
+    flux: Graph, checkpoint: Path, sourced: bool
 ) -> None:
     part = flux.parts["tokenizer"]
     if sourced:
-        part = replace(part, file=None, has_config=False, source=str(saved / "tokenizer"))
+        part = replace(part, file=None, has_config=False, source=str(checkpoint / "tokenizer"))
     planning, real = (build_part(part, flux, planning=planning) for planning in (True, False))
     unpadded = {"padding": "longest", "max_length": 40, "truncation": True}
     assert len(planning("a", **unpadded).input_ids) == 40 > len(real("a", **unpadded).input_ids)
@@ -662,23 +676,25 @@ def test_random_initialization_is_skipped_on_meta(name: str) -> None:
     assert not random_ops.names
 
 
-@pytest.mark.parametrize("given", ["source", "config"])
+@pytest.mark.parametrize("origin", ["source", "config"])
 def test_a_scheduler_that_diffusers_saved_with_an_infinity_is_read(
-    given: str, tmp_path: Path
+    origin: str, tmp_path: Path
 ) -> None:
     """JSON has none; diffusers writes the default of its DPM schedulers so."""
-    saved = tmp_path / "scheduler"
-    DPMSolverMultistepScheduler(solver_order=3).save_pretrained(saved)
-    assert "-Infinity" in (saved / "scheduler_config.json").read_text()
+    checkpoint = tmp_path / "scheduler"
+    DPMSolverMultistepScheduler(solver_order=3).save_pretrained(checkpoint)
+    assert "-Infinity" in (checkpoint / "scheduler_config.json").read_text()
     for folder in ("configs", "tokenizers"):
         (tmp_path / folder).symlink_to(GRAPHS / folder)
-    where = saved if given == "source" else saved / "scheduler_config.json"
-    mine = f"diffusers.DPMSolverMultistepScheduler, {given}: {where}"
+    config_path = checkpoint if origin == "source" else checkpoint / "scheduler_config.json"
+    own_line = f"diffusers.DPMSolverMultistepScheduler, {origin}: {config_path}"
     text = (GRAPHS / "sdxl-tiny.yaml").read_text()
     (tmp_path / "g.yaml").write_text(
-        text.replace("diffusers.EulerDiscreteScheduler, config: configs/sdxl-scheduler.json", mine)
+        text.replace(
+            "diffusers.EulerDiscreteScheduler, config: configs/sdxl-scheduler.json", own_line
+        )
     )
     graph = load(tmp_path / "g.yaml")
-    made = build_part(graph.parts["scheduler"], graph)
-    assert isinstance(made, DPMSolverMultistepScheduler)
-    assert (made.config.solver_order, made.config.lambda_min_clipped) == (3, -math.inf)
+    scheduler = build_part(graph.parts["scheduler"], graph)
+    assert isinstance(scheduler, DPMSolverMultistepScheduler)
+    assert (scheduler.config.solver_order, scheduler.config.lambda_min_clipped) == (3, -math.inf)

@@ -64,8 +64,8 @@ def scaled(module: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def at(graph: Graph, file: Path, *precision: str) -> Graph:
-    held = replace(graph.component("transformer"), source=str(file), precision=precision)
-    return replace(graph, components={**graph.components, "transformer": held})
+    component = replace(graph.component("transformer"), source=str(file), precision=precision)
+    return replace(graph, components={**graph.components, "transformer": component})
 
 
 def picture(graph: Graph, vram: str = "64M") -> bytes:
@@ -81,8 +81,8 @@ def test_fp8_layers_and_weights_widened_when_read_give_the_same_picture(
     flux: Graph, kind: str, request: pytest.FixtureRequest
 ) -> None:
     file = request.getfixturevalue(kind)
-    wide, held = picture(at(flux, file, "bfloat16")), picture(at(flux, file, "fp8"))
-    assert wide == held == picture(at(flux, file, "fp8"), "4M")
+    wide, narrow = picture(at(flux, file, "bfloat16")), picture(at(flux, file, "fp8"))
+    assert wide == narrow == picture(at(flux, file, "fp8"), "4M")
     assert wide != picture(flux)
 
 
@@ -92,14 +92,14 @@ def test_layers_are_diffusers_layerwise_casting(flux: Graph, cast: Path, module:
     component = at(flux, cast, "fp8").component("transformer")
     wide = build(replace(component, precision=("bfloat16",)), flux)
     layer = wide.get_submodule("transformer_blocks.0.ff.net.2")
-    mine, content = held_meta_module(component, flux.trust, "fp8")
+    meta, content = held_meta_module(component, flux.trust, "fp8")
     apply_layerwise_casting(layer, FP8, torch.bfloat16)
     assert (
         layer.weight.dtype
-        == mine.get_parameter("transformer_blocks.0.ff.net.2.weight").dtype
+        == meta.get_parameter("transformer_blocks.0.ff.net.2.weight").dtype
         == FP8
     )
-    own = mine.get_submodule("transformer_blocks.0.ff.net.2").to_empty(device="cpu")
+    own = meta.get_submodule("transformer_blocks.0.ff.net.2").to_empty(device="cpu")
     own.weight.copy_(layer.weight)  # type: ignore[operator]
     own.bias.copy_(layer.bias)  # type: ignore[operator]
     x = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0)).to(
@@ -114,21 +114,25 @@ def test_planned_bytes_are_those_of_the_file(
 ) -> None:
     graph = at(flux, request.getfixturevalue(kind), "fp8")
     component = graph.component("transformer")
-    held, content = held_meta_module(component, graph.trust, "fp8")
-    layers = [name.removesuffix(".weight") for name, p in held.named_parameters() if p.dtype == FP8]
+    module, content = held_meta_module(component, graph.trust, "fp8")
+    layers = [
+        name.removesuffix(".weight") for name, p in module.named_parameters() if p.dtype == FP8
+    ]
     scales = (
-        sum(4 * held.get_submodule(path).out_features for path in layers) if kind == "scaled" else 0
+        sum(4 * module.get_submodule(path).out_features for path in layers)
+        if kind == "scaled"
+        else 0
     )
-    found = {name: p.numel() * p.element_size() for name, p in held.named_parameters()}
-    assert sum(n for name, n in found.items() if name.endswith(".scale")) == scales
+    sizes = {name: p.numel() * p.element_size() for name, p in module.named_parameters()}
+    assert sum(n for name, n in sizes.items() if name.endswith(".scale")) == scales
     problem = graphrun.estimate(graph, vram="64M", ram="1G", hardware="sim", inputs={"steps": 1})
     numbers = problem.component("transformer")
     whole = sum(
         len(k.blocks) * n
         for k, n in zip(numbers.groups, numbers.variants[0].block_bytes, strict=True)
     )
-    padding = 256 * len(found) + 512 * sum(len(k.blocks) for k in numbers.groups)
-    assert sum(found.values()) <= whole <= sum(found.values()) + padding
+    padding = 256 * len(sizes) + 512 * sum(len(k.blocks) for k in numbers.groups)
+    assert sum(sizes.values()) <= whole <= sum(sizes.values()) + padding
     # read as stored: nothing is quantized
     assert [variant.backing_store for variant in numbers.variants] == [
         "pinned",
@@ -146,14 +150,14 @@ def test_in_fp8_weights_are_read_as_stored_and_in_16_bit_multiplied_by_their_sca
 ) -> None:
     graph = at(flux, scaled, "fp8", "bfloat16")
     name = "transformer_blocks.0.ff.net.2.weight"
-    for precision, made in (("fp8", False), ("bfloat16", True)):
+    for precision, is_derived in (("fp8", False), ("bfloat16", True)):
         _, writer = draft(graph.component("transformer"), graph, precision)
         assert writer.plain
-        assert isinstance(writer.source._stored[name], Derivation) == made  # type: ignore[attr-defined]
+        assert isinstance(writer.source._pieces[name], Derivation) == is_derived  # type: ignore[attr-defined]
     value = torch.empty(module.get_parameter(name).shape, dtype=torch.bfloat16)
-    writer.source.into(name, value)
-    wanted = module.get_parameter(name)
-    assert (value - wanted).abs().max() < 0.07 * wanted.abs().max()
+    writer.source.read_into(name, value)
+    expected = module.get_parameter(name)
+    assert (value - expected).abs().max() < 0.07 * expected.abs().max()
 
 
 def test_the_scale_of_a_converted_weight_is_converted_with_it(tmp_path: Path) -> None:
@@ -207,6 +211,9 @@ def test_scales_of_another_shape_are_refused(
     component = at(flux, tmp_path / "f.safetensors", "fp8").component("transformer")
     with pytest.raises(
         GraphError,
-        match="x_embedder.weight_scale \\[2, 3\\] is not a supported scale of x_embedder.weight \\[128, 16\\]",
+        match=(
+            "x_embedder.weight_scale \\[2, 3\\] is not a supported scale of x_embedder.weight "
+            "\\[128, 16\\]"
+        ),
     ):
         holding(component, meta_module(component, flux.trust))

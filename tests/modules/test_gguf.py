@@ -23,7 +23,7 @@ from graphrun.graph.graph import Component, Graph
 from graphrun.modules.build import build, draft, held_meta_module, meta_module
 from graphrun.modules.gguf import dequantized, gguf_tensors, quantized_types, shape_of
 from graphrun.profile.precision import flags
-from graphrun.profile.quantized import widened
+from graphrun.profile.quantized import dequantization_bytes
 from graphrun.solve.infeasible import Infeasible
 from graphrun.verify.simulate import simulate
 
@@ -45,17 +45,17 @@ def file(flux: Graph, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def graph(flux: Graph, file: Path) -> Graph:
-    held = replace(flux.component("transformer"), precision=("gguf",), gguf=str(file))
-    return replace(flux, components={**flux.components, "transformer": held})
+    component = replace(flux.component("transformer"), precision=("gguf",), gguf=str(file))
+    return replace(flux, components={**flux.components, "transformer": component})
 
 
 def with_weights(component: Component, graph: Graph) -> nn.Module:
     module, writer = draft(component, graph, "gguf")
     for path, child in module.named_modules():
-        for key, like in child._parameters.items():
-            if like is not None:
-                target = torch.empty(like.shape, dtype=like.dtype)
-                writer.source.into(f"{path}.{key}" if path else key, target)
+        for key, parameter in child._parameters.items():
+            if parameter is not None:
+                target = torch.empty(parameter.shape, dtype=parameter.dtype)
+                writer.source.read_into(f"{path}.{key}" if path else key, target)
                 child._parameters[key] = nn.Parameter(target, requires_grad=False)
     return module
 
@@ -71,29 +71,29 @@ def theirs_of(component: Component, graph: Graph, file: Path, folder: Path) -> A
 
 
 def test_the_header_agrees_with_the_gguf_library(file: Path) -> None:
-    mine = {tensor.name: tensor for tensor in gguf_tensors(file, "")}
-    theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
-    assert mine.keys() == theirs.keys()
-    for name, tensor in mine.items():
+    tensors = {tensor.name: tensor for tensor in gguf_tensors(file, "")}
+    reference = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    assert tensors.keys() == reference.keys()
+    for name, tensor in tensors.items():
         assert (tensor.nbytes, tensor.begin) == (
-            int(theirs[name].n_bytes),
-            int(theirs[name].data_offset),
+            int(reference[name].n_bytes),
+            int(reference[name].data_offset),
         ), name
-        plain = theirs[name].tensor_type in (TYPES.F32, TYPES.F16, TYPES.BF16)
-        assert tensor.quant == ("" if plain else theirs[name].tensor_type.name)
+        plain = reference[name].tensor_type in (TYPES.F32, TYPES.F16, TYPES.BF16)
+        assert tensor.quant == ("" if plain else reference[name].tensor_type.name)
         shape = shape_of(tensor.shape, tensor.quant) if tensor.quant else tensor.shape
-        assert shape == tuple(int(n) for n in theirs[name].shape)[::-1]
-    assert {tensor.quant for tensor in mine.values()} == {"", "Q4_0", "Q8_0", "Q5_1"}
+        assert shape == tuple(int(n) for n in reference[name].shape)[::-1]
+    assert {tensor.quant for tensor in tensors.values()} == {"", "Q4_0", "Q8_0", "Q5_1"}
 
 
 def test_outputs_are_those_of_diffusers_own_gguf_layers(
     graph: Graph, file: Path, tmp_path: Path
 ) -> None:
     component = graph.component("transformer")
-    mine, theirs = with_weights(component, graph), theirs_of(component, graph, file, tmp_path)
-    names = dict(theirs.named_parameters())
-    assert names.keys() == dict(mine.named_parameters()).keys()
-    generator, config = torch.Generator().manual_seed(0), theirs.config
+    module, reference = with_weights(component, graph), theirs_of(component, graph, file, tmp_path)
+    names = dict(reference.named_parameters())
+    assert names.keys() == dict(module.named_parameters()).keys()
+    generator, config = torch.Generator().manual_seed(0), reference.config
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(torch.bfloat16)
@@ -109,9 +109,9 @@ def test_outputs_are_those_of_diffusers_own_gguf_layers(
         "return_dict": False,
     }
     with torch.no_grad():
-        out, wanted = mine(**arguments)[0], theirs(**arguments)[0]
-    assert torch.equal(out, wanted)
-    assert wanted.isfinite().all()
+        output, expected = module(**arguments)[0], reference(**arguments)[0]
+    assert torch.equal(output, expected)
+    assert expected.isfinite().all()
 
 
 @pytest.mark.parametrize("kind", sorted(quantized_types()))
@@ -122,10 +122,10 @@ def test_every_type_of_diffusers_is_dequantized_as_by_diffusers(kind: str) -> No
     raw = torch.randint(
         0, 100, (3, 2 * size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
     )
-    wanted = dequantize_gguf_tensor(GGUFParameter(raw, quant_type=TYPES[kind]))
-    mine = dequantized(raw, kind)
-    assert mine.shape == shape_of(raw.shape, kind) == (3, 2 * block)
-    assert torch.equal(mine.view(torch.uint8), wanted.view(torch.uint8))
+    expected = dequantize_gguf_tensor(GGUFParameter(raw, quant_type=TYPES[kind]))
+    numbers = dequantized(raw, kind)
+    assert numbers.shape == shape_of(raw.shape, kind) == (3, 2 * block)
+    assert torch.equal(numbers.view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_planned_bytes_are_the_file_s(graph: Graph, file: Path) -> None:
@@ -133,15 +133,15 @@ def test_planned_bytes_are_the_file_s(graph: Graph, file: Path) -> None:
     the component's dtype."""
     module, content = held_meta_module(graph.component("transformer"), graph.trust, "gguf")
     quantized = {tensor.name: tensor.nbytes for tensor in content.tensors if tensor.quant}
-    held = {name: p.numel() * p.element_size() for name, p in module.named_parameters()}
-    assert {name: held[name] for name in quantized} == quantized
+    sizes = {name: p.numel() * p.element_size() for name, p in module.named_parameters()}
+    assert {name: sizes[name] for name in quantized} == quantized
     problem = graphrun.estimate(graph, vram="64M", ram="1G", hardware="sim", inputs={"steps": 1})
     numbers = problem.component("transformer")
     whole = sum(
         len(k.blocks) * n
         for k, n in zip(numbers.groups, numbers.variants[0].block_bytes, strict=True)
     )
-    assert sum(held.values()) <= whole < 1.02 * sum(held.values())
+    assert sum(sizes.values()) <= whole < 1.02 * sum(sizes.values())
     assert [variant.backing_store for variant in numbers.variants] == ["pinned", "disk"]
     assert all(variant.transient_bytes == 0 for variant in numbers.variants)
     rate = problem.hardware.disk_bytes_per_second
@@ -154,38 +154,38 @@ def test_planned_bytes_are_the_file_s(graph: Graph, file: Path) -> None:
 def test_dequantization_memory_is_counted_from_its_allocations(kind: str) -> None:
     block, size = gguf.GGML_QUANT_SIZES[TYPES[kind]]
     outputs, inputs = 64, 2048
-    ((peak, written),) = widened(
+    ((peak, output_bytes),) = dequantization_bytes(
         {"w": (kind, inputs // block * size, (outputs, inputs))}, "bfloat16"
     ).values()
     elements = outputs * inputs
     # the numbers in fp16 or fp32 and in 16 bit, and indices for types with a codebook
     assert 4 * elements < peak < 40 * elements
-    assert written > peak - 1024
+    assert output_bytes > peak - 1024
 
 
 def test_streamed_resident_and_released_with_the_same_picture(graph: Graph) -> None:
-    pictures, seen = set(), set()
+    pictures, digests = set(), set()
     for vram in ("64M", "5M", "4M"):
         problem = graphrun.estimate(graph, vram=vram, ram="1G", hardware="sim", inputs={"steps": 2})
         solution = graphrun.plan(problem)
         trace = graphrun.run(solution, graph, {"steps": 2})
-        seen.add("stream transformer" in str(solution.plan))
+        digests.add("stream transformer" in str(solution.plan))
         pictures.add(trace.outputs["image"].tobytes())
         assert trace.left_bytes == 0
         assert all(tier.left_bytes == 0 for tier in trace.tiers)
-        for planned, measured in trace.beside(simulate(solution.problem, solution.plan).slots):
-            assert measured.peak_bytes <= planned.peak_bytes, planned.phase
-            if planned.phase.startswith("denoise") and measured.calls:
-                assert measured.peak_bytes > 0.97 * planned.peak_bytes
+        for slot, slot_trace in trace.pairs_with(simulate(solution.problem, solution.plan).slots):
+            assert slot_trace.peak_bytes <= slot.peak_bytes, slot.phase
+            if slot.phase.startswith("denoise") and slot_trace.calls:
+                assert slot_trace.peak_bytes > 0.97 * slot.peak_bytes
     assert len(pictures) == 1
-    assert seen == {True, False}
+    assert digests == {True, False}
 
 
 def test_gguf_may_be_one_of_several_precisions(flux: Graph, file: Path, tmp_path: Path) -> None:
     plain = flux.component("transformer")
     build(plain, flux).save_pretrained(tmp_path)  # type: ignore[operator]
-    both = replace(plain, source=str(tmp_path), precision=("bfloat16", "gguf"), gguf=str(file))
-    graph = replace(flux, components={**flux.components, "transformer": both})
+    component = replace(plain, source=str(tmp_path), precision=("bfloat16", "gguf"), gguf=str(file))
+    graph = replace(flux, components={**flux.components, "transformer": component})
     arguments = {
         "vram": "9M",
         "ram": "1G",
@@ -195,8 +195,8 @@ def test_gguf_may_be_one_of_several_precisions(flux: Graph, file: Path, tmp_path
     }
     with pytest.raises(Infeasible):  # `keep` all of it: streamed in 16 bit it would fit
         graphrun.plan(graphrun.estimate(graph, **arguments))
-    allowed = graphrun.plan(graphrun.estimate(graph, allow=["gguf"], **arguments))
-    assert dict(allowed.plan.variants)["transformer"].startswith("gguf")
+    solution = graphrun.plan(graphrun.estimate(graph, allow=["gguf"], **arguments))
+    assert dict(solution.plan.variants)["transformer"].startswith("gguf")
 
 
 def test_the_version_table_has_gguf() -> None:
@@ -206,9 +206,9 @@ def test_the_version_table_has_gguf() -> None:
 
 
 def refusal(component: Component, graph: Graph) -> str:
-    with pytest.raises(GraphError) as caught:
+    with pytest.raises(GraphError) as error_info:
         held_meta_module(component, graph.trust, "gguf")
-    return str(caught.value)
+    return str(error_info.value)
 
 
 @pytest.mark.parametrize("cut", [0, 3, 20, 200, -200_000, -1])
@@ -238,9 +238,9 @@ def test_other_shapes_and_types_are_named(graph: Graph, flux: Graph, tmp_path: P
         name: tensor
         for name, tensor in build(flux.component("transformer"), flux).state_dict().items()
     }
-    changed = {**state, "x_embedder.weight": torch.zeros(128, 64)}
+    tensors = {**state, "x_embedder.weight": torch.zeros(128, 64)}
     component = graph.component("transformer")
-    other = write_gguf(tmp_path / "other.gguf", changed, by_role)
+    other = write_gguf(tmp_path / "other.gguf", tensors, by_role)
     assert "x_embedder.weight is [128, 64] float16, not [128, 16]" in refusal(
         replace(component, gguf=str(other)), graph
     )
@@ -268,12 +268,12 @@ def test_a_missing_tensor_is_named_before_a_plan(
         if key != name
     }
     path = write_gguf(tmp_path / "short.gguf", state, by_role)
-    held = replace(graph.component("transformer"), gguf=str(path))
+    component = replace(graph.component("transformer"), gguf=str(path))
     with pytest.raises(
         GraphError, match=f"components.transformer: {path} lacks 1 tensors, such as {name}"
     ):
         graphrun.estimate(
-            replace(graph, components={**graph.components, "transformer": held}),
+            replace(graph, components={**graph.components, "transformer": component}),
             vram="64M",
             hardware="sim",
         )
@@ -289,11 +289,11 @@ def test_the_error_for_a_missing_file_says_what_to_do(flux: Graph, tmp_path: Pat
     line = "transformer.json, dtype: bfloat16"
     path = tmp_path / "graph.yaml"
 
-    def said(more: str) -> str:
-        path.write_text(text.replace(line, f"{line}, {more}"))
-        with pytest.raises(GraphError) as caught:
+    def said(precision: str) -> str:
+        path.write_text(text.replace(line, f"{line}, {precision}"))
+        with pytest.raises(GraphError) as error_info:
             graphrun.load(path)
-        return str(caught.value).split(": ", 1)[1]
+        return str(error_info.value).split(": ", 1)[1]
 
     todo = "its header is needed to plan: get it, or leave gguf out of precision:"
     assert (
@@ -305,12 +305,12 @@ def test_the_error_for_a_missing_file_says_what_to_do(flux: Graph, tmp_path: Pat
         == "components.transformer.precision: gguf needs a file: add gguf: with the path of one"
     )
     assert "is not used: add gguf to precision:" in said("gguf: graph.yaml")
-    away = replace(
+    component = replace(
         flux.component("transformer"),
         precision=("gguf",),
         gguf="nobody/nothing-of-this-name/a.gguf",
     )
-    assert refusal(away, flux).endswith(
+    assert refusal(component, flux).endswith(
         f"nobody/nothing-of-this-name/a.gguf is not on this machine, and {todo}"
     )
 
@@ -340,11 +340,11 @@ def test_flux_at_full_size_needs_the_header_only(tmp_path: Path) -> None:
         kind = TYPES.Q4_0 if len(shape) == 2 else TYPES.F32
         block, size = gguf.GGML_QUANT_SIZES[kind]
         nbytes = int(numpy.prod(shape)) // block * size
-        of = numpy.dtype(numpy.uint8 if len(shape) == 2 else numpy.float32)
+        dtype = numpy.dtype(numpy.uint8 if len(shape) == 2 else numpy.float32)
         writer.add_tensor_info(
             name,
             gguf.quant_shape_to_byte_shape(shape, kind) if len(shape) == 2 else shape,
-            of,
+            dtype,
             nbytes,
             kind,
         )
@@ -353,13 +353,13 @@ def test_flux_at_full_size_needs_the_header_only(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.close()
-    with path.open("ab") as opened:
-        opened.truncate(-(-opened.tell() // 32) * 32 + total)
+    with path.open("ab") as file:
+        file.truncate(-(-file.tell() // 32) * 32 + total)
     component = replace(graph.component("transformer"), precision=("gguf",), gguf=str(path))
     module, content = held_meta_module(component, graph.trust, "gguf")
     assert module.state_dict().keys() == content.pieces.keys()
-    held = sum(p.numel() * p.element_size() for p in module.parameters())
-    assert 6.2e9 < held < total
+    module_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+    assert 6.2e9 < module_bytes < total
     assert content.kind("norm_out.linear.weight") == "Q4_0"
     assert module.get_parameter("transformer_blocks.0.attn.to_q.weight").shape == (
         3072,

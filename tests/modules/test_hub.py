@@ -17,10 +17,10 @@ from hub_server import LIMITED, MEMBER, VISITOR, Hub, Repository
 from huggingface_hub import constants
 
 import graphrun as package
-from graphrun.cli.downloads import asked_for, downloaded
+from graphrun.cli.downloads import download_all, required_downloads
 from graphrun.errors import GraphError
 from graphrun.modules.hub import snapshot
-from graphrun.modules.needs import missing
+from graphrun.modules.needs import find_missing
 
 SHAPES = Path(__file__).parents[2] / "graphs" / "shapes"
 MAIN, OLD = "a" * 40, "b" * 40
@@ -82,10 +82,19 @@ def files(tmp_path: Path) -> list[Path]:
     ]
 
 
-NONE = "there is no such repository, or it is private, and no such folder here; check the name, or log in: hf auth login"
+NONE = (
+    "there is no such repository, or it is private, and no such folder here; check the name, or "
+    "log in: hf auth login"
+)
 GATED = "it is gated; accept its licence on {hub}/org/gated, then log in: hf auth login"
-CLOSED = "it is gated, and the account in use has no access; ask for it on {hub}/org/gated, or take another account: hf auth login"
-REFUSED = "it refused the token in use (403); make one that may read it on {hub}/settings/tokens, then: hf auth login"
+CLOSED = (
+    "it is gated, and the account in use has no access; ask for it on {hub}/org/gated, or take "
+    "another account: hf auth login"
+)
+REFUSED = (
+    "it refused the token in use (403); make one that may read it on {hub}/settings/tokens, then: "
+    "hf auth login"
+)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +110,8 @@ REFUSED = "it refused the token in use (403); make one that may read it on {hub}
         (
             "./none",
             "",
-            "no config, and no {here}/none/text_encoder/config.json; give config: or another source",
+            "no config, and no {here}/none/text_encoder/config.json; give config: or another "
+            "source",
         ),
     ],
 )
@@ -117,10 +127,10 @@ def test_what_a_run_cannot_get_is_said_before_planning(
     """After at most two requests, with the line of the graph; nothing is downloaded."""
     monkeypatch.setenv("HF_TOKEN", token)
     monkeypatch.setattr("graphrun.api.estimate", None)
-    code, out, err = graphrun(
+    code, output, err = graphrun(
         "run", "shapes", "--device", "sim", "--vram", "4M", "--source", source
     )
-    assert (code, out) == (2, "")
+    assert (code, output) == (2, "")
     assert message.format(hub=hub.endpoint, here=tmp_path) in err
     assert "shapes.yaml:" in err
     assert len(hub.requests) <= 2
@@ -133,16 +143,19 @@ def test_a_full_disk_is_said_before_planning(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
     with pytest.raises(
         GraphError,
-        match=r"5\.\d\d MiB are to be downloaded, and .*/hub has 1.00 MiB free: make room, or name a folder",
+        match=(
+            r"5\.\d\d MiB are to be downloaded, and .*/hub has 1.00 MiB free: make room, or name "
+            r"a folder"
+        ),
     ):
-        asked_for(from_hub("org/shapes"), None)
+        required_downloads(from_hub("org/shapes"), None)
     assert not files(tmp_path)
 
 
 def test_a_licence_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", MEMBER)
     lines = list[str]()
-    asked_for(from_hub("org/gated"), lines.append)
+    required_downloads(from_hub("org/gated"), lines.append)
     assert lines[0].startswith("org/gated at aaaaaaaa: 5.")
     assert lines[0].endswith(" files to download, licence some-non-commercial-license")
 
@@ -152,7 +165,8 @@ def test_a_licence_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             True,
-            "HF_HUB_OFFLINE is set, and the hub's cache lacks it; unset it, or give a folder: none is here by this name",
+            "HF_HUB_OFFLINE is set, and the hub's cache lacks it; unset it, or give a folder: "
+            "none is here by this name",
         ),
         (False, "without a network, give a folder"),
     ],
@@ -163,7 +177,7 @@ def test_without_a_network(
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # discard: nothing listens
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
     with pytest.raises(GraphError, match=message):
-        asked_for(from_hub("org/shapes"), None)
+        required_downloads(from_hub("org/shapes"), None)
 
 
 def test_what_is_missing_is_downloaded_once(
@@ -172,26 +186,32 @@ def test_what_is_missing_is_downloaded_once(
     """Large files come from another host, which is not told the token (the server asserts it)."""
     monkeypatch.setenv("HF_TOKEN", MEMBER)
     graph, lines = from_hub("org/shapes"), list[str]()
-    downloaded(asked_for(graph, lines.append), lines.append)
+    download_all(required_downloads(graph, lines.append), lines.append)
     assert len(lines) == 1
     assert lines[0].startswith("org/shapes at aaaaaaaa: ")
     snapshot_folder = tmp_path / "hub/models--org--shapes/snapshots" / MAIN
     for path, content in whole().items():
         if path != "model_index.json":
             assert (snapshot_folder / path).read_bytes() == content
-    made = len(hub.requests)
-    assert missing(graph) == asked_for(graph, None) == []
-    assert len(hub.requests) == made
+    request_count = len(hub.requests)
+    assert find_missing(graph) == required_downloads(graph, None) == []
+    assert len(hub.requests) == request_count
 
 
 def test_a_connection_that_breaks_twice_goes_on_where_it_broke(
     hub: Hub, tmp_path: Path, impatient: None
 ) -> None:
     hub.breaks["model.safetensors"] = 2
-    downloaded(asked_for(from_hub("org/shapes"), None), None)
-    ranges = [of for method, path, of in hub.requests if path.endswith("model.safetensors") and of]
+    download_all(required_downloads(from_hub("org/shapes"), None), None)
+    ranges = [
+        byte_range
+        for method, path, byte_range in hub.requests
+        if path.endswith("model.safetensors") and byte_range
+    ]
     assert len(ranges) == 2
-    assert all(int(of.removeprefix("bytes=").removesuffix("-")) >= 100_000 for of in ranges)
+    assert all(
+        int(byte_range.removeprefix("bytes=").removesuffix("-")) >= 100_000 for byte_range in ranges
+    )
     for name in ("text_encoder", "text_encoder_2"):
         file = tmp_path / "hub/models--org--shapes/snapshots" / MAIN / name / "model.safetensors"
         assert file.read_bytes() == whole()[f"{name}/model.safetensors"]
@@ -208,35 +228,36 @@ def test_a_download_that_failed_goes_on_with_the_files_that_are_missing(
         GraphError,
         match="from the hub: peer closed .*; the same command goes on with what is missing",
     ):
-        downloaded(asked_for(graph, None), None)
+        download_all(required_downloads(graph, None), None)
     folder = tmp_path / "hub/models--org--shapes/snapshots" / MAIN
-    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    paths = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     hub.breaks.clear()
     hub.requests.clear()
     lines = list[str]()
-    downloaded(asked_for(graph, lines.append), None)
-    asked = [
+    download_all(required_downloads(graph, lines.append), None)
+    queries = [
         path
         for method, path, _ in hub.requests
         if method == "GET" and f"/{MAIN}/" in path and "api" not in path
     ]
-    gets = {path.partition(f"/{MAIN}/")[2] for path in asked}
+    gets = {path.partition(f"/{MAIN}/")[2] for path in queries}
     assert gets >= {f"transformer/{LARGE}", f"vae/{LARGE}"}
-    assert not gets & there
+    assert not gets & paths
     assert f" in {len(gets)} files to download" in lines[0]
-    assert missing(graph) == []
+    assert find_missing(graph) == []
 
 
 def test_files_with_a_wrong_hash_are_deleted(hub: Hub, tmp_path: Path) -> None:
     hub.wrong.add(LARGE)
     graph, text = (
         from_hub("org/shapes"),
-        "2 files of org/shapes are not what the hub says, and are deleted: SHA-256 is [0-9a-f]{64} instead of [0-9a-f]{64}; run",
+        "2 files of org/shapes are not what the hub says, and are deleted: SHA-256 is "
+        "[0-9a-f]{64} instead of [0-9a-f]{64}; run",
     )
     with pytest.raises(GraphError, match=text):
-        downloaded(asked_for(graph, None), None)
+        download_all(required_downloads(graph, None), None)
     hub.wrong.clear()
-    downloaded(asked_for(graph, None), None)
+    download_all(required_downloads(graph, None), None)
     for name in ("transformer", "vae"):
         file = tmp_path / "hub/models--org--shapes/snapshots" / MAIN / name / LARGE
         assert file.read_bytes() == whole()[f"{name}/{LARGE}"]
@@ -245,22 +266,26 @@ def test_files_with_a_wrong_hash_are_deleted(hub: Hub, tmp_path: Path) -> None:
 def test_a_revision_is_the_one_that_is_downloaded(hub: Hub, tmp_path: Path) -> None:
     """And stays when the tag moves."""
     lines = list[str]()
-    downloaded(asked_for(from_hub("org/shapes@v1"), lines.append), None)
+    download_all(required_downloads(from_hub("org/shapes@v1"), lines.append), None)
     assert "org/shapes at bbbbbbbb: " in lines[0]
     assert [path.name for path in (tmp_path / "hub/models--org--shapes/snapshots").iterdir()] == [
         OLD
     ]
     hub.repositories["org/shapes"].revisions["v1"] = MAIN
-    assert missing(from_hub("org/shapes@v1")) == missing(from_hub(f"org/shapes@{OLD}")) == []
+    assert (
+        find_missing(from_hub("org/shapes@v1")) == find_missing(from_hub(f"org/shapes@{OLD}")) == []
+    )
 
 
 def test_the_progress_of_a_download_ends_with_all_bytes(hub: Hub) -> None:
-    seen = list[tuple[str, int, int]]()
-    snapshot("org/shapes", None, ["*.safetensors"], [], progress=lambda *of: seen.append(of))
+    reports = list[tuple[str, int, int]]()
+    snapshot(
+        "org/shapes", None, ["*.safetensors"], [], progress=lambda *report: reports.append(report)
+    )
     nbytes = sum(len(content) for path, content in whole().items() if path.endswith(".safetensors"))
-    assert ("downloading", nbytes, nbytes) in seen
-    assert seen[-1][0] == "checking"
-    assert all(done <= total <= nbytes for _, done, total in seen)
+    assert ("downloading", nbytes, nbytes) in reports
+    assert reports[-1][0] == "checking"
+    assert all(count <= total <= nbytes for _, count, total in reports)
 
 
 @pytest.mark.sweep("shapes")
@@ -286,21 +311,21 @@ def test_a_run_from_the_hub(hub: Hub, tmp_path: Path) -> None:
         "--vram",
         "4M",
     ]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "org/shapes at bbbbbbbb: " in done.stderr
-    assert "the run matched the plan" in done.stdout
+    process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert "org/shapes at bbbbbbbb: " in process.stderr
+    assert "the run matched the plan" in process.stdout
     own = subprocess.run(
         [*command[:5], *command[7:], "-o", "own.png"], cwd=tmp_path, capture_output=True, text=True
     )
-    again = subprocess.run(
+    second = subprocess.run(
         [*command, "-o", "again.png"],
         cwd=tmp_path,
         env={**environment, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
     )
-    assert (own.returncode, again.returncode) == (0, 0), again.stderr
+    assert (own.returncode, second.returncode) == (0, 0), second.stderr
     from PIL import Image
 
     pictures = [

@@ -30,8 +30,8 @@ def flux() -> Graph:
 
 def halves(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
-    down = torch.randn(RANK, weight.shape[1], generator=generator) * 0.2
-    return down, torch.randn(weight.shape[0], RANK, generator=generator) * 0.2
+    down_matrix = torch.randn(RANK, weight.shape[1], generator=generator) * 0.2
+    return down_matrix, torch.randn(weight.shape[0], RANK, generator=generator) * 0.2
 
 
 def with_lora(component: Component, file: Path, scale: float = 1.0) -> Component:
@@ -39,29 +39,36 @@ def with_lora(component: Component, file: Path, scale: float = 1.0) -> Component
 
 
 def fused(weight: torch.Tensor, factor: float) -> torch.Tensor:
-    down, up = (half.to(weight.dtype).float() for half in halves(weight))
-    return weight + (up @ down * factor).to(weight.dtype)
+    down_matrix, up_matrix = (half.to(weight.dtype).float() for half in halves(weight))
+    return weight + (up_matrix @ down_matrix * factor).to(weight.dtype)
 
 
 Write = Callable[[Path, torch.Tensor], float]
 
 
 def as_peft(file: Path, weight: torch.Tensor) -> float:
-    down, up = halves(weight)
+    down_matrix, up_matrix = halves(weight)
     save_file(
-        {f"transformer.{PATH}.lora_A.weight": down, f"transformer.{PATH}.lora_B.weight": up}, file
+        {
+            f"transformer.{PATH}.lora_A.weight": down_matrix,
+            f"transformer.{PATH}.lora_B.weight": up_matrix,
+        },
+        file,
     )
     return 1.0
 
 
 def with_metadata(file: Path, weight: torch.Tensor) -> float:
     as_peft(file, weight)
-    down, up = halves(weight)
+    down_matrix, up_matrix = halves(weight)
     metadata = {
         "lora_adapter_metadata": json.dumps({"transformer.r": RANK, "transformer.lora_alpha": 8})
     }
     save_file(
-        {f"transformer.{PATH}.lora_A.weight": down, f"transformer.{PATH}.lora_B.weight": up},
+        {
+            f"transformer.{PATH}.lora_A.weight": down_matrix,
+            f"transformer.{PATH}.lora_B.weight": up_matrix,
+        },
         file,
         metadata,
     )
@@ -69,10 +76,14 @@ def with_metadata(file: Path, weight: torch.Tensor) -> float:
 
 
 def as_down_and_up(file: Path, weight: torch.Tensor) -> float:
-    down, up = halves(weight)
+    down_matrix, up_matrix = halves(weight)
     alpha = torch.tensor(2.0)
     save_file(
-        {f"{PATH}.lora.down.weight": down, f"{PATH}.lora.up.weight": up, f"{PATH}.alpha": alpha},
+        {
+            f"{PATH}.lora.down.weight": down_matrix,
+            f"{PATH}.lora.up.weight": up_matrix,
+            f"{PATH}.alpha": alpha,
+        },
         file,
     )
     return 2 / RANK
@@ -81,8 +92,8 @@ def as_down_and_up(file: Path, weight: torch.Tensor) -> float:
 def as_diffusers_saves(file: Path, weight: torch.Tensor) -> float:
     from diffusers import FluxPipeline
 
-    down, up = halves(weight)
-    layers = {f"{PATH}.lora_A.weight": down, f"{PATH}.lora_B.weight": up}
+    down_matrix, up_matrix = halves(weight)
+    layers = {f"{PATH}.lora_A.weight": down_matrix, f"{PATH}.lora_B.weight": up_matrix}
     FluxPipeline.save_lora_weights(
         file.parent, transformer_lora_layers=layers, weight_name=file.name
     )
@@ -100,9 +111,9 @@ def test_the_layouts_that_diffusers_writes_are_fused_by_the_formula(
         with_lora(flux.components["transformer"], tmp_path / "lora.safetensors", 0.5), flux
     )
     assert torch.equal(module.get_submodule(PATH).weight, fused(weight, 0.5 * factor))
-    others = dict(plain.named_parameters())
+    plain_parameters = dict(plain.named_parameters())
     assert all(
-        torch.equal(p, others[name])
+        torch.equal(p, plain_parameters[name])
         for name, p in module.named_parameters()
         if name != f"{PATH}.weight"
     )
@@ -121,10 +132,10 @@ def test_a_draft_writes_the_fused_weights(flux: Graph, tmp_path: Path) -> None:
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
     writer.write(layout, buffer)
     entry = next(entry for entry in layout.entries if entry.names[0] == f"{PATH}.weight")
-    found = (
+    result = (
         buffer[entry.offset : entry.offset + entry.nbytes].view(torch.bfloat16).view(weight.shape)
     )
-    assert torch.equal(found, fused(weight, 1.0))
+    assert torch.equal(result, fused(weight, 1.0))
 
 
 def test_two_loras_add_up_in_their_order(flux: Graph, tmp_path: Path) -> None:

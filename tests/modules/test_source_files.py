@@ -52,12 +52,12 @@ def hub(flux: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def with_vae(flux: Graph, source: str, **more: Any) -> Graph:
+def with_vae(flux: Graph, source: str, **changes: Any) -> Graph:
     return replace(
         flux,
         components={
             **flux.components,
-            "vae": replace(flux.component("vae"), source=source, **more),
+            "vae": replace(flux.component("vae"), source=source, **changes),
         },
     )
 
@@ -107,11 +107,11 @@ def test_a_graph_may_name_the_revision_in_source_or_beside_it(
 
 
 @pytest.mark.parametrize(
-    ("given", "source"),
+    ("prefix", "source"),
     [("org/other@v1", "org/other@v1/vae"), ("./here", "{0}/here/vae"), ("here", "{0}/here/vae")],
 )
 def test_a_given_source_takes_the_place_of_the_graphs_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, source: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str, source: str
 ) -> None:
     """With its revision; a path is relative to the current folder, not to the graph's. A
     component's own source stays."""
@@ -133,13 +133,13 @@ def test_a_given_source_takes_the_place_of_the_graphs_own(
             "tokenizers/", f"{GRAPHS}/tokenizers/"
         )
     )
-    graph = graphrun.load(path, source=given)
+    graph = graphrun.load(path, source=prefix)
     assert graph.component("vae").source == source.format(tmp_path)
     assert graph.component("transformer").source == "its/own/folder"
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("lines", "message"),
     [
         (
             "source: ./here\nrevision: v2",
@@ -155,7 +155,9 @@ def test_a_given_source_takes_the_place_of_the_graphs_own(
         ),
     ],
 )
-def test_an_invalid_source_is_refused_with_its_line(tmp_path: Path, lines: str, said: str) -> None:
+def test_an_invalid_source_is_refused_with_its_line(
+    tmp_path: Path, lines: str, message: str
+) -> None:
     path = tmp_path / "graph.yaml"
     text = (
         (GRAPHS / "flux-tiny.yaml")
@@ -167,10 +169,10 @@ def test_an_invalid_source_is_refused_with_its_line(tmp_path: Path, lines: str, 
             "tokenizers/", f"{GRAPHS}/tokenizers/"
         )
     )
-    with pytest.raises(GraphError) as caught:
+    with pytest.raises(GraphError) as error_info:
         graphrun.load(path)
-    assert said.format(tmp_path) in str(caught.value)
-    assert str(caught.value).startswith(f"{path}:5: ")
+    assert message.format(tmp_path) in str(error_info.value)
+    assert str(error_info.value).startswith(f"{path}:5: ")
 
 
 def test_plan_and_trace_name_the_commit_and_the_trace_the_files(flux: Graph, hub: Path) -> None:
@@ -184,10 +186,10 @@ def test_plan_and_trace_name_the_commit_and_the_trace_the_files(flux: Graph, hub
     solution = graphrun.plan(graphrun.estimate(graph, **arguments))
     assert solution.problem.commits == (("somebody/tiny", NEW),)
     trace = graphrun.run(solution, graph, {"steps": 1})
-    (read,) = trace.sources
+    (origin,) = trace.sources
     status = (hub / "blobs" / ("c" * 64)).stat()
     name = "diffusion_pytorch_model.safetensors"
-    assert read == {
+    assert origin == {
         "component": "vae",
         "source": "somebody/tiny/vae",
         "commit": NEW,
@@ -200,7 +202,7 @@ def test_plan_and_trace_name_the_commit_and_the_trace_the_files(flux: Graph, hub
             }
         ],
     }
-    assert json.loads(json.dumps(trace.to_json()))["sources"] == [read]
+    assert json.loads(json.dumps(trace.to_json()))["sources"] == [origin]
     assert graphrun.estimate(flux, **arguments).commits == ()
 
 
@@ -213,13 +215,14 @@ def test_a_plan_is_refused_at_another_commit(flux: Graph, hub: Path) -> None:
     }
     graph, pinned = with_vae(flux, "somebody/tiny/vae"), with_vae(flux, f"somebody/tiny@{NEW}/vae")
     moving, fixed = (
-        graphrun.plan(graphrun.estimate(each, **arguments)) for each in (graph, pinned)
+        graphrun.plan(graphrun.estimate(variant, **arguments)) for variant in (graph, pinned)
     )
     (hub / "refs" / "main").write_text(OLD)
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(PlanError) as error_info:
         graphrun.run(moving, graph, {"steps": 1})
-    assert str(caught.value) == (
-        f"the plan was made at commit {NEW} of somebody/tiny, which is at {OLD} now: plan again, or name the commit, as in "
+    assert str(error_info.value) == (
+        f"the plan was made at commit {NEW} of somebody/tiny, which is at {OLD} now: plan again, "
+        "or name the commit, as in "
         f"source: somebody/tiny@{NEW}"
     )
     assert graphrun.run(fixed, pinned, {"steps": 1}).sources[0]["commit"] == NEW
@@ -232,11 +235,11 @@ def variants(flux: Graph, tmp_path: Path) -> Callable[..., Path]:
     """The folder of a tiny FLUX transformer, in fp32 and as variant fp16, each whole or in
     shards."""
 
-    def make(**more: Any) -> Path:
+    def make(**tensors: Any) -> Path:
         folder = tmp_path / "transformer"
         build(replace(flux.component("transformer"), dtype="float32"), flux).save_pretrained(folder)  # type: ignore[operator]
         half = build(flux.component("transformer"), flux).to(torch.float16)
-        half.save_pretrained(folder, variant="fp16", **more)  # type: ignore[operator]
+        half.save_pretrained(folder, variant="fp16", **tensors)  # type: ignore[operator]
         return folder
 
     return make
@@ -259,12 +262,12 @@ def test_a_variant_is_read_only_where_it_is_named(
     component = replace(
         flux.component("transformer"), source=str(folder), dtype="float16", variant="fp16"
     )
-    held = holding(component, meta_module(component, flux.trust))
-    assert held is not None
-    assert (held.missing, dict(held.dtypes).keys()) == (0, {"float16"})
+    files = holding(component, meta_module(component, flux.trust))
+    assert files is not None
+    assert (files.absent_count, dict(files.dtypes).keys()) == (0, {"float16"})
     module, (_, writer) = build(component, flux), draft(component, flux, "float16")
     value = torch.empty_like(module.get_parameter("proj_out.weight"))
-    writer.source.into("proj_out.weight", value)
+    writer.source.read_into("proj_out.weight", value)
     assert torch.equal(value, module.get_parameter("proj_out.weight"))
 
 
@@ -274,7 +277,10 @@ def test_the_error_for_a_missing_variant_names_the_others(
     folder = variants()
     with pytest.raises(
         GraphError,
-        match="no safetensors of variant bf16 in .*; it has files of no variant, variant: fp16: set variant:",
+        match=(
+            "no safetensors of variant bf16 in .*; it has files of no variant, variant: fp16: set "
+            "variant:"
+        ),
     ):
         stored_tensors(folder, "graph.yaml:3", "bf16")
     (folder / "diffusion_pytorch_model.safetensors").unlink()

@@ -29,7 +29,7 @@ def flux() -> Graph:
 
 
 @pytest.fixture(scope="module")
-def saved(flux: Graph, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(flux: Graph, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """flux-tiny as a folder in the layout of diffusers, the transformer in shards, T5 in fp32, the
     tokenizers and the scheduler."""
     folder = tmp_path_factory.mktemp("stored")
@@ -44,13 +44,13 @@ def saved(flux: Graph, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def broken(saved: Path, tmp_path: Path) -> Callable[[str], Path]:
+def break_file(checkpoint: Path, tmp_path: Path) -> Callable[[str], Path]:
     """A copy of one component's folder that a test may damage."""
 
     def copy(name: str) -> Path:
         folder = tmp_path / name
         folder.mkdir()
-        for file in (saved / name).iterdir():
+        for file in (checkpoint / name).iterdir():
             (folder / file.name).write_bytes(file.read_bytes())
         return folder
 
@@ -62,45 +62,45 @@ def at(component: Component, folder: Path) -> Component:
 
 
 @pytest.mark.parametrize("name", ["transformer", "text_encoder", "text_encoder_2", "vae"])
-def test_headers_describe_the_files_tensors(saved: Path, name: str) -> None:
-    stored = {tensor.name: tensor for tensor in stored_tensors(saved / name, "")}
+def test_headers_describe_the_files_tensors(checkpoint: Path, name: str) -> None:
+    file_tensors = {tensor.name: tensor for tensor in stored_tensors(checkpoint / name, "")}
     real = {
         key: t
-        for file in (saved / name).glob("*.safetensors")
+        for file in (checkpoint / name).glob("*.safetensors")
         for key, t in load_file(file).items()
     }
     described = {
         key: (str(t.dtype).removeprefix("torch."), tuple(t.shape), t.numel() * t.element_size())
         for key, t in real.items()
     }
-    assert {key: (t.dtype, t.shape, t.nbytes) for key, t in stored.items()} == described
+    assert {key: (t.dtype, t.shape, t.nbytes) for key, t in file_tensors.items()} == described
 
 
 @pytest.mark.parametrize("name", ["transformer", "text_encoder", "text_encoder_2", "vae"])
-def test_no_tensor_of_the_module_is_missing(flux: Graph, saved: Path, name: str) -> None:
-    component = at(flux.component(name), saved / name)
+def test_no_tensor_of_the_module_is_missing(flux: Graph, checkpoint: Path, name: str) -> None:
+    component = at(flux.component(name), checkpoint / name)
     module = meta_module(component, flux.trust)
-    held = holding(component, module)
-    assert held is not None
-    assert held.missing == 0
+    files = holding(component, module)
+    assert files is not None
+    assert files.absent_count == 0
     factor = 2 if name == "text_encoder_2" else 1
     saved_bytes = sum(
         t.numel() * t.element_size()
         for t in {id(t): t for t in module.state_dict(keep_vars=True).values()}.values()
     )
     assert (
-        held.nbytes
-        == held.used_bytes
+        files.nbytes
+        == files.used_bytes
         == factor * saved_bytes
-        == sum(nbytes for _, nbytes in held.dtypes)
+        == sum(nbytes for _, nbytes in files.dtypes)
     )
-    assert dict(held.dtypes).keys() == {"float32" if factor == 2 else "bfloat16"}
+    assert dict(files.dtypes).keys() == {"float32" if factor == 2 else "bfloat16"}
 
 
-def test_sources_that_are_not_local_are_none(flux: Graph, saved: Path, tmp_path: Path) -> None:
+def test_sources_that_are_not_local_are_none(flux: Graph, checkpoint: Path, tmp_path: Path) -> None:
     vae = flux.component("vae")
     module = meta_module(vae, flux.trust)
-    (tmp_path / "config.json").write_bytes((saved / "vae" / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes((checkpoint / "vae" / "config.json").read_bytes())
     for source in (None, str(tmp_path), "nobody/nothing-of-this-name/vae"):
         assert holding(replace(vae, source=source), module) is None
 
@@ -127,10 +127,10 @@ def test_every_dtype_that_safetensors_writes_is_read(tmp_path: Path, dtype: torc
         "some": torch.zeros(3, 5).to(dtype),
     }
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    found = {tensor.name: tensor for tensor in stored_tensors(tmp_path, "")}
+    file_tensors = {tensor.name: tensor for tensor in stored_tensors(tmp_path, "")}
     for name, tensor in tensors.items():
-        assert found[name].dtype == str(dtype).removeprefix("torch.")
-        assert (found[name].shape, found[name].nbytes) == (
+        assert file_tensors[name].dtype == str(dtype).removeprefix("torch.")
+        assert (file_tensors[name].shape, file_tensors[name].nbytes) == (
             tuple(tensor.shape),
             tensor.numel() * tensor.element_size(),
         )
@@ -167,9 +167,9 @@ FAULTS = {
 def test_a_broken_file_is_named(tmp_path: Path, fault: str) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(FAULTS[fault])
-    with pytest.raises(GraphError) as caught:
+    with pytest.raises(GraphError) as error_info:
         stored_tensors(tmp_path, "graph.yaml:7")
-    text = str(caught.value)
+    text = str(error_info.value)
     assert text.startswith(
         (f"graph.yaml:7: {file} is truncated or corrupt: ", f"graph.yaml:7: {file} is corrupt: ")
     )
@@ -184,48 +184,48 @@ def test_a_broken_file_is_named(tmp_path: Path, fault: str) -> None:
 def test_a_broken_index_is_named(tmp_path: Path, text: str) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(text)
-    with pytest.raises(GraphError) as caught:
+    with pytest.raises(GraphError) as error_info:
         stored_tensors(tmp_path, "graph.yaml:7")
-    assert str(caught.value).startswith(f"graph.yaml:7: {index} is not a safetensors index")
+    assert str(error_info.value).startswith(f"graph.yaml:7: {index} is not a safetensors index")
 
 
 def test_a_file_of_another_model_is_refused_while_planning(
-    flux: Graph, broken: Callable[[str], Path]
+    flux: Graph, break_file: Callable[[str], Path]
 ) -> None:
-    folder = broken("vae")
+    folder = break_file("vae")
     file = next(folder.glob("*.safetensors"))
     tensors = load_file(file)
     tensors["decoder.conv_in.bias"] = torch.zeros(7, dtype=torch.float16)
     save_file(tensors, file, {"format": "pt"})
     component = at(flux.component("vae"), folder)
     graph = replace(flux, components={**flux.components, "vae": component})
-    with pytest.raises(GraphError) as caught:
+    with pytest.raises(GraphError) as error_info:
         graphrun.estimate(graph, vram="8M", ram="1G", hardware="sim")
     wide = flux.component("vae").config["block_out_channels"][-1]
-    said = f"decoder.conv_in.bias is [7] float16, not [{wide}]"
+    message = f"decoder.conv_in.bias is [7] float16, not [{wide}]"
     assert (
-        str(caught.value)
-        == f"{component.where}: components.vae: {folder} does not match its config: {said}"
+        str(error_info.value)
+        == f"{component.file_line}: components.vae: {folder} does not match its config: {message}"
     )
 
 
-def test_missing_tensors_are_counted(flux: Graph, broken: Callable[[str], Path]) -> None:
-    folder = broken("vae")
+def test_missing_tensors_are_counted(flux: Graph, break_file: Callable[[str], Path]) -> None:
+    folder = break_file("vae")
     file = next(folder.glob("*.safetensors"))
     tensors = load_file(file)
     left_out = ["decoder.conv_in.bias", "decoder.conv_in.weight"]
-    more = {"somebody.elses": torch.zeros(5)}
+    extra_tensors = {"somebody.elses": torch.zeros(5)}
     save_file(
-        {key: t for key, t in {**tensors, **more}.items() if key not in left_out},
+        {key: t for key, t in {**tensors, **extra_tensors}.items() if key not in left_out},
         file,
         {"format": "pt"},
     )
     component = at(flux.component("vae"), folder)
-    held = holding(component, meta_module(component, flux.trust))
-    assert held is not None
-    assert held.missing == 2
-    assert held.nbytes - held.used_bytes == 20
-    assert held.tensors == len(tensors) - 1
+    files = holding(component, meta_module(component, flux.trust))
+    assert files is not None
+    assert files.absent_count == 2
+    assert files.nbytes - files.used_bytes == 20
+    assert files.tensors == len(tensors) - 1
 
 
 def test_the_base_models_prefix_in_names_is_removed(flux: Graph, tmp_path: Path) -> None:
@@ -242,10 +242,10 @@ def test_the_base_models_prefix_in_names_is_removed(flux: Graph, tmp_path: Path)
     )
     build(whole, flux).save_pretrained(tmp_path)
     body = at(replace(whole, class_path="transformers.LlamaModel"), tmp_path)
-    held = holding(body, meta_module(body, flux.trust))
-    assert held is not None
+    files = holding(body, meta_module(body, flux.trust))
+    assert files is not None
     # except the output layer
-    assert (held.missing, held.nbytes - held.used_bytes) == (
+    assert (files.absent_count, files.nbytes - files.used_bytes) == (
         0,
         4 * 16 * 32,
     )
@@ -266,29 +266,29 @@ def bare(graph: Graph, folder: str) -> str:
 
 @pytest.mark.parametrize("place", ["folder", "hub"])
 def test_estimate_needs_no_config_where_the_source_is_local(
-    flux: Graph, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    flux: Graph, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    source = str(saved)
+    source = str(checkpoint)
     if place == "hub":
         source = "somebody/flux-tiny"
         repository = tmp_path / "hub" / "models--somebody--flux-tiny"
         (repository / "snapshots").mkdir(parents=True)
         (repository / "refs").mkdir()
         (repository / "refs" / "main").write_text("0123abc")
-        (repository / "snapshots" / "0123abc").symlink_to(saved)
+        (repository / "snapshots" / "0123abc").symlink_to(checkpoint)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     file = tmp_path / "bare.yaml"
     file.write_text(bare(flux, source))
     graph = graphrun.load(file)
     cache = tmp_path / "cache"
-    found = graphrun.survey(graph, hardware="sim", cache=cache)
+    survey = graphrun.survey(graph, hardware="sim", cache=cache)
     expected = graphrun.survey(flux, hardware="sim")
     assert len(list(cache.glob("trace-*"))) == 1
-    assert [row["weights"]["bfloat16"]["bytes"] for row in found["components"]] == [
+    assert [row["weights"]["bfloat16"]["bytes"] for row in survey["components"]] == [
         row["weights"]["bfloat16"]["bytes"] for row in expected["components"]
     ]
-    assert found["phases"] == expected["phases"]
-    t5 = next(row for row in found["components"] if row["name"] == "text_encoder_2")
+    assert survey["phases"] == expected["phases"]
+    t5 = next(row for row in survey["components"] if row["name"] == "text_encoder_2")
     assert t5["source"]["dtypes"] == {"float32": t5["source"]["nbytes"]}
     assert t5["source"]["read_as"] == "bfloat16"
     assert t5["weights"]["bfloat16"]["basis"] == "files"
@@ -296,18 +296,18 @@ def test_estimate_needs_no_config_where_the_source_is_local(
 
 
 def test_new_weights_invalidate_the_trace(
-    flux: Graph, saved: Path, broken: Callable[[str], Path]
+    flux: Graph, checkpoint: Path, break_file: Callable[[str], Path]
 ) -> None:
     from graphrun.store import trace_key
 
-    folder = broken("vae")
+    folder = break_file("vae")
     graph = replace(flux, components={**flux.components, "vae": at(flux.component("vae"), folder)})
     inputs = graph.for_planning({})
-    before = trace_key(graph, inputs)
-    assert before == trace_key(graph, inputs) is not None
+    key = trace_key(graph, inputs)
+    assert key == trace_key(graph, inputs) is not None
     file = next(folder.glob("*.safetensors"))
     save_file(load_file(file), file, {"format": "pt"})
-    assert trace_key(graph, inputs) != before
+    assert trace_key(graph, inputs) != key
 
 
 def test_a_repositorys_folder_in_the_hubs_cache(

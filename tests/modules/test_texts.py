@@ -17,7 +17,7 @@ from graphrun.errors import GraphError
 from graphrun.graph.graph import Graph, Part
 from graphrun.graph.loading import load
 from graphrun.modules.build import build_part
-from graphrun.modules.texts import MOST_TOKENS
+from graphrun.modules.texts import MAX_TOKENS
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 SCRIPT = """
@@ -25,7 +25,8 @@ import sys
 from graphrun.modules.build import build_part
 from graphrun.graph.graph import Part
 from graphrun.graph.loading import load
-part = Part("tokenizer", "transformers.PreTrainedTokenizerFast", {}, source=sys.argv[1], where="graph.yaml:9")
+kind = "transformers.PreTrainedTokenizerFast"
+part = Part("tokenizer", kind, {}, source=sys.argv[1], file_line="graph.yaml:9")
 made = build_part(part, load(sys.argv[2]))
 made("a", padding="max_length", max_length=made.model_max_length, truncation=True)
 """
@@ -56,14 +57,17 @@ def test_the_process_survives_and_the_error_names_file_and_value(tmp_path: Path)
         str(folder(tmp_path, 77_000_000_000_000)),
         str(GRAPHS / "flux-tiny.yaml"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
-    what = f"a text cannot be padded to 77000000000000 tokens (model_max_length in {tmp_path}/tokenizer_config.json)"
-    assert f"graph.yaml:9: parts.tokenizer: {what}; give 1 to {MOST_TOKENS}" in done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 1, process.stderr
+    message = (
+        "a text cannot be padded to 77000000000000 tokens (model_max_length in "
+        f"{tmp_path}/tokenizer_config.json)"
+    )
+    assert f"graph.yaml:9: parts.tokenizer: {message}; give 1 to {MAX_TOKENS}" in process.stderr
 
 
 @pytest.mark.parametrize("planning", [True, False])
-@pytest.mark.parametrize("length", [-5, 0, MOST_TOKENS + 1, 2**63, 10**30])
+@pytest.mark.parametrize("length", [-5, 0, MAX_TOKENS + 1, 2**63, 10**30])
 def test_invalid_lengths_are_refused_from_files_graphs_and_inputs(
     tmp_path: Path, flux: Graph, length: int, planning: bool
 ) -> None:
@@ -73,7 +77,7 @@ def test_invalid_lengths_are_refused_from_files_graphs_and_inputs(
         "transformers.PreTrainedTokenizerFast",
         {},
         source=str(folder(tmp_path, length)),
-        where="g:9",
+        file_line="g:9",
     )
     of_graph = Part(
         "tokenizer",
@@ -81,22 +85,24 @@ def test_invalid_lengths_are_refused_from_files_graphs_and_inputs(
         config,
         True,
         GRAPHS / "tokenizers/bytes.json",
-        where="g:9",
+        file_line="g:9",
     )
     for part, source in (
         (in_folder, "tokenizer_config.json"),
         (of_graph, "model_max_length in g:9"),
     ):
-        made = build_part(part, flux, planning=planning)
+        tokenizer = build_part(part, flux, planning=planning)
         with pytest.raises(
             GraphError, match=rf"g:9: parts\.tokenizer: a text cannot be padded to {length} tokens"
-        ) as caught:
-            made("a", padding="max_length", max_length=made.model_max_length, truncation=True)
-        assert source in str(caught.value)
-        made.model_max_length = 77
+        ) as error_info:
+            tokenizer(
+                "a", padding="max_length", max_length=tokenizer.model_max_length, truncation=True
+            )
+        assert source in str(error_info.value)
+        tokenizer.model_max_length = 77
         with pytest.raises(GraphError, match="an input such as max_sequence_length"):
-            made(["a"], padding="max_length", max_length=length, truncation=True)
-        assert len(made("a", padding="max_length", truncation=True)["input_ids"]) == 77
+            tokenizer(["a"], padding="max_length", max_length=length, truncation=True)
+        assert len(tokenizer("a", padding="max_length", truncation=True)["input_ids"]) == 77
 
 
 def test_texts_extended_while_planning_are_limited_too(tmp_path: Path, flux: Graph) -> None:
@@ -105,12 +111,12 @@ def test_texts_extended_while_planning_are_limited_too(tmp_path: Path, flux: Gra
         "transformers.PreTrainedTokenizerFast",
         {},
         source=str(folder(tmp_path, 77)),
-        where="g:9",
+        file_line="g:9",
     )
-    made = build_part(part, flux, planning=True)
+    tokenizer = build_part(part, flux, planning=True)
     with pytest.raises(GraphError, match="an input such as max_sequence_length"):
-        made(["a"], padding=True, max_length=77_000_000_000_000, truncation=True)
-    assert len(made(["a"], padding=True, max_length=9, truncation=True)["input_ids"][0]) == 9
+        tokenizer(["a"], padding=True, max_length=77_000_000_000_000, truncation=True)
+    assert len(tokenizer(["a"], padding=True, max_length=9, truncation=True)["input_ids"][0]) == 9
 
 
 def test_a_tokenizer_without_a_maximum_length_does_not_pad(tmp_path: Path, flux: Graph) -> None:
@@ -119,11 +125,15 @@ def test_a_tokenizer_without_a_maximum_length_does_not_pad(tmp_path: Path, flux:
         "transformers.PreTrainedTokenizerFast",
         {},
         source=str(folder(tmp_path, int(1e30))),
-        where="g:9",
+        file_line="g:9",
     )
-    made = build_part(part, flux)
-    assert len(made("a", padding="max_length", max_length=64, truncation=True)["input_ids"]) == 64
-    assert len(made("abc", padding="max_length")["input_ids"]) == len(made("abc")["input_ids"])
+    tokenizer = build_part(part, flux)
+    assert (
+        len(tokenizer("a", padding="max_length", max_length=64, truncation=True)["input_ids"]) == 64
+    )
+    assert len(tokenizer("abc", padding="max_length")["input_ids"]) == len(
+        tokenizer("abc")["input_ids"]
+    )
 
 
 def edited(place: Path, **changes: Any) -> Path:
@@ -169,22 +179,22 @@ def test_a_file_that_makes_the_library_panic_is_named(
     """A panic of the tokenizers library is no Exception, and no ``except Exception`` catches it."""
     kind, config = "transformers.PreTrainedTokenizerFast", {"model_max_length": 9}
     if as_folder:
-        part = Part("tokenizer", kind, {}, source=str(folder(tmp_path, 9)), where="g:9")
+        part = Part("tokenizer", kind, {}, source=str(folder(tmp_path, 9)), file_line="g:9")
         edited(tmp_path, **changes)
     else:
-        part = Part("tokenizer", kind, config, True, edited(tmp_path, **changes), where="g:9")
+        part = Part("tokenizer", kind, config, True, edited(tmp_path, **changes), file_line="g:9")
     if not at_once:
-        made = build_part(part, flux)
-        assert made.model_max_length == 9
+        tokenizer = build_part(part, flux)
+        assert tokenizer.model_max_length == 9
     with pytest.raises(
         GraphError, match=rf"g:9: parts\.tokenizer: .*{tmp_path}.*(panics|unk_id)"
-    ) as caught:
-        build_part(part, flux) if at_once else made.tokenize(
+    ) as error_info:
+        build_part(part, flux) if at_once else tokenizer.tokenize(
             "a lighthouse", add_special_tokens=True
         )
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error_info.value)
     if not at_once:
-        for method in (made, made.encode):
+        for method in (tokenizer, tokenizer.encode):
             with pytest.raises(GraphError, match=f"{tmp_path}.* cannot encode a text"):
                 method("a lighthouse")
 
@@ -205,11 +215,11 @@ def test_an_interrupt_is_no_panic(
         {},
         True,
         GRAPHS / "tokenizers/bytes.json",
-        where="g:9",
+        file_line="g:9",
     )
-    made = build_part(part, flux)
+    tokenizer = build_part(part, flux)
     with pytest.raises(error):
-        made("a")
+        tokenizer("a")
     monkeypatch.setattr(PreTrainedTokenizerFast, "__init__", interrupted)
     with pytest.raises(error):
         build_part(part, flux)
@@ -229,7 +239,7 @@ def test_commands_refuse_such_a_file(tmp_path: Path, command: str) -> None:
         "plan": ["--vram", "6M"],
         "run": ["--vram", "6M", "--device", "sim", "--prompt", "a"],
     }[command]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "graphrun", command, str(tmp_path / "graph.yaml"), *arguments],
         capture_output=True,
         text=True,
@@ -237,7 +247,7 @@ def test_commands_refuse_such_a_file(tmp_path: Path, command: str) -> None:
         env={**os.environ, "RUST_BACKTRACE": "0", "XDG_CACHE_HOME": str(tmp_path / "cache")},
         cwd=tmp_path,
     )
-    last = done.stderr.splitlines()[-1]
-    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+    last = process.stderr.splitlines()[-1]
+    assert (process.returncode, "Traceback" in process.stderr) == (2, False), process.stderr
     assert last.startswith(f"graphrun: {tmp_path}/graph.yaml:")
     assert f"{file}" in last

@@ -14,7 +14,7 @@ from graphrun.ops import Stages
 
 
 def stages_of(
-    graph: Graph, modules: Mapping[str, nn.Module], inputs: Mapping[str, Any], **more: Any
+    graph: Graph, modules: Mapping[str, nn.Module], inputs: Mapping[str, Any], **options: Any
 ) -> Stages:
     """The stages of ``graph`` on the CPU; ``more`` as for `Stages`."""
     parts = {name: build_part(part, graph) for name, part in graph.parts.items()}
@@ -26,5 +26,5 @@ def stages_of(
         modules,
         torch.device("cpu"),
         inputs,
-        **{"parts": parts, "meta_modules": meta_modules, **more},
+        **{"parts": parts, "meta_modules": meta_modules, **options},
     )

@@ -27,7 +27,7 @@ def edited(path: Path, old: str, new: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         (
             "method: generate",
@@ -52,9 +52,9 @@ def edited(path: Path, old: str, new: str) -> Path:
     ],
 )
 def test_what_cannot_be_called_is_refused_at_its_line(
-    film: Path, old: str, new: str, said: str
+    film: Path, old: str, new: str, message: str
 ) -> None:
-    with pytest.raises(GraphError, match=said):
+    with pytest.raises(GraphError, match=message):
         graphrun.estimate(
             load(edited(film, old, new), ["programs"]), vram="1G", ram="1G", hardware="sim"
         )
@@ -66,7 +66,7 @@ def test_a_method_belongs_to_a_call(film: Path) -> None:
         load(film, ["programs"])
 
 
-def test_without_the_code_the_file_is_refused_with_where_to_get_it_and_names_no_folder_to_import_from(
+def test_without_its_code_the_file_is_refused_with_the_place_to_get_it(
     film: Path,
 ) -> None:
     """The package is imported from Python's path alone: `code` is text."""
@@ -83,6 +83,7 @@ def test_without_the_code_the_file_is_refused_with_where_to_get_it_and_names_no_
         load(film)
     with pytest.raises(
         GraphError,
-        match=r"absent_film cannot be imported: get the code from .*elsewhere and add .* PYTHONPATH",
+        match=r"absent_film cannot be imported: get the code from .*elsewhere "
+        r"and add .* PYTHONPATH",
     ):
         graphrun.estimate(load(film, ["absent_film"]), vram="1G", ram="1G", hardware="sim")

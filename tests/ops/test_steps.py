@@ -18,8 +18,8 @@ import graphrun
 from graphrun.batch.cache.pack import pack, unpack
 from graphrun.modules.build import build, meta_module, resolve_class
 from graphrun.ops import Stages
-from graphrun.ops.loops import why_not
-from graphrun.ops.steps import Steps, StepState, journaled
+from graphrun.ops.loops import resume_obstacle
+from graphrun.ops.steps import Steps, StepState, journal_steps
 
 STEPS = 5
 CONFIGS: dict[str, dict[str, Any]] = {  # for schedulers other than the graph's
@@ -38,26 +38,26 @@ class MemoryJournal:
     (0: never)."""
 
     def __init__(self, begin: StepState | None = None, end: int = 0) -> None:
-        self.begin, self.end, self.found = begin, end, dict[int, bytes]()
+        self.begin, self.end, self.states = begin, end, dict[int, bytes]()
 
     def state(self, stage: str) -> StepState | None:
         return self.begin
 
-    def wants(self, stage: str, done: int, steps: int) -> bool:
+    def wants(self, stage: str, step: int, steps: int) -> bool:
         return True
 
     def save(self, stage: str, state: StepState) -> None:
-        self.found[state.done] = pack(
+        self.states[state.finished_steps] = pack(
             {
                 name: getattr(state, name)
-                for name in ("done", "steps", "latents", "generator", "scheduler")
+                for name in ("finished_steps", "steps", "latents", "generator", "scheduler")
             }
         )
-        if state.done == self.end:
+        if state.finished_steps == self.end:
             raise Killed
 
-    def after(self, done: int) -> StepState:
-        return StepState(**unpack(self.found[done]))
+    def after(self, step: int) -> StepState:
+        return StepState(**unpack(self.states[step]))
 
 
 class Loops:
@@ -82,7 +82,10 @@ class Loops:
             }
             self._built[name] = (
                 modules,
-                {c: meta_module(of, graph.trust) for c, of in graph.components.items()},
+                {
+                    c: meta_module(component, graph.trust)
+                    for c, component in graph.components.items()
+                },
             )
         modules, meta_modules = self._built[name]
         inputs = graph.resolve(
@@ -94,8 +97,8 @@ class Loops:
         return stages_of(graph, modules, inputs, journal=journal, meta_modules=meta_modules)
 
     def __call__(self, name: str, scheduler: str, journal: MemoryJournal | None) -> torch.Tensor:
-        found: torch.Tensor = self.stages(name, scheduler, journal).run()["latents"]
-        return found
+        latents: torch.Tensor = self.stages(name, scheduler, journal).run()["latents"]
+        return latents
 
 
 @pytest.fixture(scope="module")
@@ -173,15 +176,17 @@ def test_a_loop_begun_behind_any_step_ends_with_the_same_bits(
     (name, scheduler), whole = case, MemoryJournal()
     expected = loops(name, scheduler, None)
     assert torch.equal(loops(name, scheduler, whole), expected)
-    assert sorted(whole.found) == list(range(1, STEPS)), "a state for every step but the last"
-    broken = MemoryJournal(end=3)
+    assert sorted(whole.states) == list(range(1, STEPS)), "a state for every step but the last"
+    broken_journal = MemoryJournal(end=3)
     with pytest.raises(Killed):
-        loops(name, scheduler, broken)
-    assert sorted(broken.found) == [1, 2, 3]
-    for kept, done in ((whole, 1), (broken, 3), (whole, STEPS - 1)):
-        resumed = MemoryJournal(begin=kept.after(done))
+        loops(name, scheduler, broken_journal)
+    assert sorted(broken_journal.states) == [1, 2, 3]
+    for journal, finished_steps in ((whole, 1), (broken_journal, 3), (whole, STEPS - 1)):
+        resumed = MemoryJournal(begin=journal.after(finished_steps))
         assert torch.equal(loops(name, scheduler, resumed), expected)
-        assert sorted(resumed.found) == list(range(done + 1, STEPS)), "no step runs twice"
+        assert sorted(resumed.states) == list(range(finished_steps + 1, STEPS)), (
+            "no step runs twice"
+        )
 
 
 @pytest.mark.parametrize("case", sampled(CASES, ALWAYS, "steps"), ids="-".join)
@@ -200,7 +205,7 @@ def test_a_run_interrupted_in_a_step_resumes_with_that_step_and_has_the_same_bit
     stages.leave()
     state = stages.steps.state("denoise")
     assert state is not None
-    assert (state.done, state.steps) == (3, STEPS)
+    assert (state.finished_steps, state.steps) == (3, STEPS)
     with (
         breaking(stages, a_step + 1) as resumed,
         pytest.raises(Killed),
@@ -233,19 +238,19 @@ def test_the_loops_of_all_reference_graphs_but_three_can_be_resumed() -> None:
     cannot = {
         name
         for name, graph in graphs.items()
-        if why_not(resolve_class(graph.pipeline, graph.trust))
+        if resume_obstacle(resolve_class(graph.pipeline, graph.trust))
     }
     assert cannot == {
         "hunyuan-video15-tiny",  # has no callback
         "ltx2-tiny",  # its steps read the sound of the step before
         "stable-cascade-tiny",  # no loop over timesteps is found in its prior
     }
-    tested = {
+    pairs = {
         graph.pipeline
         for name, graph in graphs.items()
         if name not in cannot and "denoise" in {s.name for s in graph.stages}
     }
-    assert tested == {graphs[name].pipeline for name, _ in CASES}
+    assert pairs == {graphs[name].pipeline for name, _ in CASES}
 
 
 def test_latents_that_another_variable_refers_to_are_not_saved() -> None:
@@ -262,9 +267,9 @@ def test_latents_that_another_variable_refers_to_are_not_saved() -> None:
     for shared in (False, True):
         pipeline, journal = Inpaint(), MemoryJournal()
         pipeline.shared, pipeline.scheduler = shared, Scheduler()  # type: ignore[attr-defined]
-        with journaled(pipeline, "denoise", torch.Generator(), Steps(journal)) as callbacks:
+        with journal_steps(pipeline, "denoise", torch.Generator(), Steps(journal)) as callbacks:
             pipeline(**callbacks)
-        assert sorted(journal.found) == ([] if shared else [1, 2])
+        assert sorted(journal.states) == ([] if shared else [1, 2])
 
 
 class Scheduler:

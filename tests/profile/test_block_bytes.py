@@ -42,19 +42,22 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 def test_block_bytes_equal_the_executor_s_layout(
     profiles: tuple[Any, Any], name: str, precision: str
 ) -> None:
-    graph, found = profiles
-    placed = lay_out(
+    graph, profiles_by_name = profiles
+    layouts = lay_out(
         draft(graph.component(name), graph, precision)[0],
-        [path for group in found[name].groups for path in group.blocks],
+        [path for group in profiles_by_name[name].groups for path in group.blocks],
     )
     sizes = tuple(
-        max(round_up(placed[path].nbytes, 512) for path in group.blocks)
-        for group in found[name].groups
+        max(round_up(layouts[path].nbytes, 512) for path in group.blocks)
+        for group in profiles_by_name[name].groups
     )
-    assert found[name].precisions[precision] == sizes
+    assert profiles_by_name[name].precisions[precision] == sizes
 
 
 def test_t5_keeps_its_wo_in_fp32_if_the_dtype_is_fp16(profiles: tuple[Any, Any]) -> None:
-    graph, found = profiles
-    config, sizes = graph.component("text_encoder_2").config, found["text_encoder_2"].precisions
+    graph, profiles_by_name = profiles
+    config, sizes = (
+        graph.component("text_encoder_2").config,
+        profiles_by_name["text_encoder_2"].precisions,
+    )
     assert sizes["float16"][-1] - sizes["bfloat16"][-1] == 2 * config["d_model"] * config["d_ff"]

@@ -16,14 +16,16 @@ from graphrun.units import GIB, MIB
 
 def scratch(
     source: int,
-    made: int,
+    result: int,
     weight: int,
     size: int,
     inputs: int = 128,
     outputs: int = 128,
-    **more: Any,
+    **options: Any,
 ) -> tuple[int, int]:
-    return convolution_scratch(Convolution(source, made, weight, size, inputs, outputs, **more))
+    return convolution_scratch(
+        Convolution(source, result, weight, size, inputs, outputs, **options)
+    )
 
 
 def test_a_convolution_in_16_bit_copies_its_tensors_and_in_32_bit_not_its_output() -> None:

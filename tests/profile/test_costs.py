@@ -49,9 +49,9 @@ class Attention(nn.Module):
 
 def test_kernels_are_recorded_by_class_with_bytes_and_tiles() -> None:
     (linear,) = kernels(nn.Linear(256, 512), 300, 256)
-    weights, moved = 256 * 512, 300 * (256 + 512)
+    weights, moved_bytes = 256 * 512, 300 * (256 + 512)
     assert linear == Kernel(
-        "matmul", "bfloat16", 2.0 * 300 * weights, 2 * (weights + 512 + moved), 3 * 4
+        "matmul", "bfloat16", 2.0 * 300 * weights, 2 * (weights + 512 + moved_bytes), 3 * 4
     )
     (activation,) = kernels(nn.SiLU(), 300, 256)
     assert activation == Kernel("elementwise", "bfloat16", 0.0, 2 * 2 * 300 * 256)
@@ -71,11 +71,11 @@ def test_the_last_wave_takes_as_long_as_a_full_one() -> None:
     assert H100.kernels is not None
     assert H100.kernels.multiprocessors == 11 * 12
     # 132 and 133 tiles
-    one, two = (
+    full_wave, partial_wave = (
         product(11 * 128, 4096, 12 * 128),
         product(7 * 128, 4096, 19 * 128),
     )
-    assert kernel_seconds(two, H100) == pytest.approx(2 * kernel_seconds(one, H100))
+    assert kernel_seconds(partial_wave, H100) == pytest.approx(2 * kernel_seconds(full_wave, H100))
 
 
 def test_a_product_of_one_row_takes_as_long_as_its_weight() -> None:
@@ -104,7 +104,8 @@ def test_a_call_takes_at_least_what_the_host_needs_to_launch_it() -> None:
         [10 * H100.launch_seconds, 30 * H100.launch_seconds]
     )
     assert all(
-        isinstance(each, float) for each in work_seconds(replace(call, work=[("a", [])]), H100)
+        isinstance(seconds, float)
+        for seconds in work_seconds(replace(call, work=[("a", [])]), H100)
     ), "0 would read back as 0.0"
     large = replace(call, kernels=[small._replace(nbytes=10**9)])
     assert sum(work_seconds(large, H100)) == pytest.approx(40 * 1e9 / H100.memory_bytes_per_second)
@@ -146,7 +147,7 @@ def test_priors_are_within_their_data_sheets(name: str) -> None:
     assert 0.3 * sheet.tensor * 1e12 < card.flops_per_second <= sheet.tensor * 1e12
     assert card.memory_bytes_per_second <= sheet.memory * 1e9
     assert card.pageable_bytes_per_second < card.h2d_bytes_per_second
-    assert card.basis == "prior"
+    assert card.basis == "data sheet"
 
 
 def test_a_prior_gives_a_range_and_a_measured_card_a_number() -> None:

@@ -64,7 +64,7 @@ def test_without_cgroups_the_machine_is_the_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "allowed", "broken"),
+    ("number", "allowed_count", "broken_count"),
     [
         ("0.43.1", 0, 2),
         ("0.43.2", 1, 1),
@@ -74,13 +74,17 @@ def test_without_cgroups_the_machine_is_the_limit(tmp_path: Path) -> None:
         ("not a version", 0, 2),
     ],
 )
-def test_what_a_version_of_bitsandbytes_supports(number: str, allowed: int, broken: int) -> None:
-    found = doctor.about("bitsandbytes", number)
-    assert (len(found["allows"]), len(found["breaks"])) == (allowed, broken)
+def test_what_a_version_of_bitsandbytes_supports(
+    number: str, allowed_count: int, broken_count: int
+) -> None:
+    status = doctor.package_status("bitsandbytes", number)
+    assert (len(status["allows"]), len(status["breaks"])) == (allowed_count, broken_count)
 
 
 def test_a_missing_package_is_a_problem() -> None:
-    assert doctor.about("bitsandbytes", None)["breaks"] == ["no nf4 and no int8 components"]
+    assert doctor.package_status("bitsandbytes", None)["breaks"] == [
+        "no nf4 and no int8 components"
+    ]
 
 
 def test_limits_of_a_cgroup_and_of_locked_memory_are_noted_with_what_to_type() -> None:
@@ -223,48 +227,52 @@ def test_every_row_has_a_verdict_and_problems_say_what_to_type(
     monkeypatch.setattr(
         doctor, "_version", lambda name: {"bitsandbytes": None, "accelerate": "1.0"}.get(name, "99")
     )
-    found = doctor.examine(tmp_path / "cache")
-    rows = {check["name"]: check for check in found["checks"]}
-    assert {check["verdict"] for check in found["checks"]} <= {"ok", "note", "problem"}
+    findings = doctor.examine(tmp_path / "cache")
+    rows = {check["name"]: check for check in findings["checks"]}
+    assert {check["verdict"] for check in findings["checks"]} <= {"ok", "note", "problem"}
     assert rows["bitsandbytes"]["fix"] == "pip install -U 'bitsandbytes>=0.48'"
     assert rows["accelerate"]["fix"] == "pip install -U 'accelerate>=1.13'"
     assert rows["gguf"]["verdict"] == "note"
-    assert [text.partition(":")[0] for text in found["problems"]] == ["accelerate", "bitsandbytes"]
-    lines = doctor_screen(found).splitlines()
+    assert [text.partition(":")[0] for text in findings["problems"]] == [
+        "accelerate",
+        "bitsandbytes",
+    ]
+    lines = doctor_screen(findings).splitlines()
     assert "problems: accelerate, bitsandbytes" in lines
-    at = next(
+    row = next(
         number for number, line in enumerate(lines) if line.startswith(" problem  bitsandbytes")
     )
-    assert lines[at + 1].strip() == "next: pip install -U 'bitsandbytes>=0.48'"
+    assert lines[row + 1].strip() == "next: pip install -U 'bitsandbytes>=0.48'"
 
 
 def test_the_driver_s_version_is_read_from_the_kernel_module(tmp_path: Path) -> None:
     (tmp_path / "version").write_text(
-        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 16\nGCC version: 13.2.0\n"
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 16\nGCC version: "
+        "13.2.0\n"
     )
     assert doctor.driver(tmp_path / "version") == "570.86.15"
     assert doctor.driver(tmp_path / "nothing") is None
 
 
 def test_all_findings_are_json_and_on_the_screen(tmp_path: Path) -> None:
-    found: dict[str, Any] = json.loads(json.dumps(doctor.examine(tmp_path / "cache")))
-    assert {item["name"] for item in found["versions"]} >= {
+    findings: dict[str, Any] = json.loads(json.dumps(doctor.examine(tmp_path / "cache")))
+    assert {item["name"] for item in findings["versions"]} >= {
         "torch",
         "diffusers",
         "transformers",
         "accelerate",
         "bitsandbytes",
     }
-    screen = doctor_screen(found)
+    screen = doctor_screen(findings)
     flat = " ".join(screen.split())
     usable, available = (
-        show_size(found["memory"][f"{name}_bytes"]) for name in ("usable", "available")
+        show_size(findings["memory"][f"{name}_bytes"]) for name in ("usable", "available")
     )
     assert f"{usable} for --ram auto, {available} of " in flat
-    for name, of in found["precisions"].items():
+    for name, precision_flags in findings["precisions"].items():
         line = next(line for line in screen.splitlines() if re.match(rf" (ok|note) +{name} ", line))
-        assert ("moves" in line) == of["movable"]
-        assert ("unavailable" in line) == (not of["available"])
+        assert ("moves" in line) == precision_flags["movable"]
+        assert ("unavailable" in line) == (not precision_flags["available"])
     for word in (
         "device",
         "cgroup",

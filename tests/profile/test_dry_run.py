@@ -11,7 +11,7 @@ import torch
 from graphrun.modules.build import meta_module
 from graphrun.profile.problems import phase_spans
 from graphrun.profile.recorder import FusedAttention, Recorder
-from graphrun.profile.recording import Call, Event
+from graphrun.profile.recording import Call, MemoryEvent
 from graphrun.units import MIB
 
 
@@ -45,8 +45,8 @@ def test_t5_takes_98_mib_in_training_mode_where_dropout_makes_a_copy(dry: Any) -
         recorder = Recorder(t5.train(training), ())
         recorder.ignore([ids])
         with torch.no_grad(), FusedAttention(recorder), recorder:
-            out = t5(ids, output_hidden_states=False)
-        del out
+            output = t5(ids, output_hidden_states=False)
+        del output
         recorder.close()
         peaks[training] = recorder.record.peak_bytes / MIB
     t5.eval()
@@ -114,8 +114,8 @@ def test_consecutive_calls_are_one_phase_within_a_stage() -> None:
 def test_every_number_has_a_basis(make_problem: Any) -> None:
     problem = make_problem("flux-dev", 8 * 2**30, hardware="rtx4090")
     assert {phase.basis for phase in problem.phases} == {"traced"}
-    assert {component.basis for component in problem.components} == {"declared"}
-    assert problem.hardware.basis == "prior"
+    assert {component.basis for component in problem.components} == {"graph file"}
+    assert problem.hardware.basis == "data sheet"
 
 
 def test_a_vae_that_only_decodes_does_not_use_its_encoder(make_problem: Any) -> None:
@@ -128,10 +128,10 @@ def test_a_vae_that_only_decodes_does_not_use_its_encoder(make_problem: Any) -> 
 
 
 def test_every_recorded_allocation_is_released(dry: Any) -> None:
-    _, probed, _ = dry("flux-tiny")
+    _, dry_run, _ = dry("flux-tiny")
     live: set[int] = set()
-    for item in probed.recording.items:
-        if not isinstance(item, Event):
+    for item in dry_run.recording.items:
+        if not isinstance(item, MemoryEvent):
             continue
         if item.nbytes:
             assert item.key not in live

@@ -61,8 +61,10 @@ def test_layers_with_different_call_counts_are_in_different_groups() -> None:
     model, prober = traced()
     (call,) = (call for call, _ in prober._traces.values())
     assert [span.path for span in call.spans].count("inner.twice") == 2
-    of = {path: group.name for group in group_layers(model, [call]) for path in group.blocks}
-    assert len({of["first"], of["inner.twice"], of["idle.0"]}) == 3
+    group_names = {
+        path: group.name for group in group_layers(model, [call]) for path in group.blocks
+    }
+    assert len({group_names["first"], group_names["inner.twice"], group_names["idle.0"]}) == 3
 
 
 def test_routed_layers_are_not_blocks() -> None:
@@ -101,11 +103,11 @@ def test_spans_index_events_of_replayed_calls_too() -> None:
     assert [span.path for span in call.spans] == [
         f"blocks.{n}.{m}" for n in range(3) for m in (0, 2)
     ]
-    made = [
+    sizes = [
         [event.nbytes for event in call.events[span.begin : span.end] if event.nbytes]
         for span in call.spans
     ]
-    assert made == [[1024]] * 6
+    assert sizes == [[1024]] * 6
 
 
 def test_an_empty_unblocked_is_in_no_call_even_if_it_has_a_name_of_a_tied_tensor(
@@ -134,9 +136,7 @@ def _names(model: nn.Module, path: str, blocks: set[str]) -> set[str]:
     }
 
 
-def test_a_layer_that_is_called_and_read_by_none_since_it_computes_its_buffer_anew_is_one_block() -> (
-    None
-):
+def test_a_layer_that_is_called_and_not_read_is_one_block() -> None:
     class Rope(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -34,13 +34,13 @@ class Stage(nn.Module):
     def __init__(self, count: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(count))
-        self.out = nn.Linear(8, 8)
+        self.output_layer = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor, text: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        own = self.out(x)
+        own = self.output_layer(x)
         for block in self.blocks:
             own = block(own, text, table)
-        return x + self.out(own)
+        return x + self.output_layer(own)
 
 
 class Net(nn.Module):
@@ -64,13 +64,13 @@ class Net(nn.Module):
 def recorded(net: Net, *, repeats: bool = True) -> tuple[LiveTensor, ...]:
     paths = [f"stages.{n}.blocks.{i}" for n in range(len(net.stages)) for i in range(2)]
     recorder = Recorder(net.to("meta"), paths)
-    given = torch.empty(16, 8, device="meta"), torch.empty(4, 8, device="meta")
-    recorder.ignore(given)
+    arguments = torch.empty(16, 8, device="meta"), torch.empty(4, 8, device="meta")
+    recorder.ignore(arguments)
     context: Any = Repeats(net, recorder) if repeats else contextlib.nullcontext()
     with torch.no_grad(), context, FusedAttention(recorder), recorder:
-        out = net(*given)
-        recorder.returns(out)
-    del out
+        result = net(*arguments)
+        recorder.returns(result)
+    del result
     recorder.close()
     return live_tensors_of(recorder.record, {path: n for n, path in enumerate(paths, 1)})
 
@@ -79,7 +79,7 @@ def recorded(net: Net, *, repeats: bool = True) -> tuple[LiveTensor, ...]:
 def test_code_between_blocks_reads_what_they_make(repeats: bool) -> None:
     assert recorded(Net(), repeats=repeats) == (
         LiveTensor(HIDDEN, 0, (1,)),
-        LiveTensor(TEXT, 0, (1, 2, 3, 4), given=True),
+        LiveTensor(TEXT, 0, (1, 2, 3, 4), is_input=True),
         LiveTensor(TABLE, 0, (1, 2, 3, 4)),
         LiveTensor(HIDDEN, 1, (2,)),
         LiveTensor(HIDDEN, 2, (0,)),
@@ -90,7 +90,7 @@ def test_code_between_blocks_reads_what_they_make(repeats: bool) -> None:
 
 
 def odd(loop: Callable[..., Any]) -> list[tuple[int, int, tuple[int, ...]]]:
-    return [of[:3] for of in recorded(Net(loop)) if of.nbytes == HIDDEN]
+    return [tensor[:3] for tensor in recorded(Net(loop)) if tensor.nbytes == HIDDEN]
 
 
 def test_what_other_code_may_see_is_not_left_to_the_next_block() -> None:

@@ -8,7 +8,7 @@ import pytest
 from graphrun.profile.hardware import hardware
 from graphrun.profile.phase_memory import PhaseMemory, phase_memories_of
 from graphrun.profile.problems import phase_spans
-from graphrun.profile.recording import Call, Event, Recording, StageEnd
+from graphrun.profile.recording import Call, MemoryEvent, Recording, StageEnd
 from graphrun.units import MIB
 
 SIM = hardware("sim")
@@ -17,8 +17,8 @@ SIM = hardware("sim")
 def call(component: str, mib: int, scratch: tuple[int, int] | None = None) -> Call:
     """One call that allocates ``mib`` MiB, and scratch (bytes, bytes not needed on some cards)
     beside it."""
-    inside = [Event(0, scratch[0], True, scratch[1])] if scratch else []
-    return Call(component, events=[Event(1, mib * MIB), *inside, Event(1, 0)])
+    events = [MemoryEvent(0, scratch[0], True, scratch[1])] if scratch else []
+    return Call(component, events=[MemoryEvent(1, mib * MIB), *events, MemoryEvent(1, 0)])
 
 
 def phase_memories(recording: Recording, card: str = "sim") -> list[PhaseMemory]:
@@ -26,9 +26,9 @@ def phase_memories(recording: Recording, card: str = "sim") -> list[PhaseMemory]
 
 
 def test_a_growing_history_makes_the_last_iteration_the_peak() -> None:
-    items: list[Event | Call | StageEnd] = []
+    items: list[MemoryEvent | Call | StageEnd] = []
     for step in range(6):
-        items.append(Event(step + 1, 8 * MIB))  # the history that the op keeps
+        items.append(MemoryEvent(step + 1, 8 * MIB))  # the history that the op keeps
         items.append(call("dit", 10 * (step + 1)))
     (phase_memory,) = phase_memories(Recording([*items, StageEnd("denoise")]))
     assert (phase_memory.entry_bytes, phase_memory.first_bytes) == (8 * MIB, (8 + 10) * MIB)
@@ -57,8 +57,8 @@ def test_tables_that_a_component_keeps_are_allocated_once_and_live_in_later_call
 ) -> None:
     """A component of a live pipeline (``keeps``) has its table in later phases too."""
     steps = ((1, 3 * MIB), (1, 0), (2, 8 * MIB), (3, 20 * MIB), (3, 0), (2, 0))
-    dit = Call("dit", events=[Event(*step) for step in steps], kept=[2])
-    items = [dit, dit, Event(9, 30 * MIB), call("vae", 10)]
+    dit = Call("dit", events=[MemoryEvent(*step) for step in steps], persistent_keys=[2])
+    items = [dit, dit, MemoryEvent(9, 30 * MIB), call("vae", 10)]
     denoise, decode = phase_memories(Recording([*items, StageEnd("make")], keeps=keeps))
     assert (denoise.first_bytes, denoise.steady_bytes) == (28 * MIB, (8 + 30) * MIB)
     table_bytes = 8 * MIB if keeps else 0

@@ -19,10 +19,10 @@ SHAPES = [(96, 64), (100, 70), (4096, 33), (1, 1), (640, 2048), (17, 4099)]
 
 def tensors_of_nf4(layer: Any) -> list[torch.Tensor]:
     state = layer.weight.quant_state
-    found = [layer.weight.data, state.absmax, state.code]
+    tensors = [layer.weight.data, state.absmax, state.code]
     if state.nested:
-        found += [state.offset, state.state2.absmax, state.state2.code]
-    return found
+        tensors += [state.offset, state.state2.absmax, state.state2.code]
+    return tensors
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
@@ -59,18 +59,18 @@ def test_weights_of_a_module_are_the_sum_of_its_layers() -> None:
     ).bfloat16()
     unblocked = 10 * 64 + 96 + 2 * 96
     linear = 64 * 96 + 96 * 64
-    found = weights_by_precision(module, "bfloat16")
-    assert [found[p] for p in ("bfloat16", "float16", "float32")] == [
+    weights = weights_by_precision(module, "bfloat16")
+    assert [weights[p] for p in ("bfloat16", "float16", "float32")] == [
         n * (unblocked + linear) for n in (2, 2, 4)
     ]
-    assert found["int8"] == 2 * unblocked + linear + 4 * (96 + 64)
-    assert found["nf4"] == 2 * unblocked + 2 * sum(layer_tensors(64, 96, "nf4"))
+    assert weights["int8"] == 2 * unblocked + linear + 4 * (96 + 64)
+    assert weights["nf4"] == 2 * unblocked + 2 * sum(layer_tensors(64, 96, "nf4"))
 
 
 def test_tied_layers_and_layers_of_another_dtype_are_not_quantized() -> None:
-    embedding, head, kept = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False), nn.Linear(8, 8)
+    embedding, head, linear = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False), nn.Linear(8, 8)
     head.weight = embedding.weight
-    module = nn.ModuleList([embedding.bfloat16(), head.bfloat16(), kept.float()])
+    module = nn.ModuleList([embedding.bfloat16(), head.bfloat16(), linear.float()])
     assert quantizable_layers(module, torch.bfloat16) == {}
     assert weights_by_precision(module, "bfloat16")["nf4"] == 2 * 80 + 4 * 72
 

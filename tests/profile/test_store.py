@@ -40,8 +40,8 @@ def test_concurrent_readers_see_whole_entries_or_none(tmp_path: Path) -> None:
         store, whole = Store(tmp_path, limit_bytes=4000), True
         for turn in range(30):
             store.put("plan", str(turn % 3), {"writer": [number] * 100})
-            found = store.get("plan", str((turn + 1) % 3))
-            whole &= found is None or len(set(found["writer"])) == 1
+            entry = store.get("plan", str((turn + 1) % 3))
+            whole &= entry is None or len(set(entry["writer"])) == 1
         return whole
 
     with ThreadPoolExecutor(4) as pool:

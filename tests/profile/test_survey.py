@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from graphrun.profile.hardware import hardware
-from graphrun.profile.problems import Limits, problem_of
+from graphrun.profile.problems import ProblemLimits, problem_of
 from graphrun.profile.recording import DryRun
 from graphrun.profile.survey import survey
 from graphrun.report.estimate_screen import estimate_screen
@@ -16,8 +16,8 @@ from graphrun.report.screen import Look
 
 @pytest.fixture(scope="module")
 def flux(dry: Any) -> dict[str, Any]:
-    graph, probed, inputs = dry("flux-dev")
-    return survey(graph, probed, hardware("rtx4090"), inputs)
+    graph, dry_run, inputs = dry("flux-dev")
+    return survey(graph, dry_run, hardware("rtx4090"), inputs)
 
 
 def test_weights_are_exact_in_the_declared_precision_and_by_formula_in_others(
@@ -32,9 +32,9 @@ def test_weights_are_exact_in_the_declared_precision_and_by_formula_in_others(
         0.5625 * transformer["parameters"], rel=2e-3
     )
     assert {p: w["basis"] for p, w in transformer["weights"].items()} == {
-        "float32": "declared",
-        "bfloat16": "declared",
-        "float16": "declared",
+        "float32": "graph file",
+        "bfloat16": "graph file",
+        "float16": "graph file",
         "fp8": "formula",
         "int8": "formula",
         "nf4": "formula",
@@ -54,26 +54,28 @@ def test_a_phase_reserves_more_than_it_allocates_and_native_segments_most(
     denoise = next(phase for phase in flux["phases"] if phase["stage"] == "denoise")
     assert denoise["reserved_native_bytes"] > 1.5 * denoise["reserved_bytes"]
     assert denoise["reserved_bytes"] < 1.3 * denoise["allocated_bytes"]
-    assert (denoise["basis"], denoise["seconds_basis"]) == ("traced", "prior")
+    assert (denoise["basis"], denoise["seconds_basis"]) == ("traced", "data sheet")
     assert denoise["flops"] / 28 == pytest.approx(59.5e12 + 14.9e12, rel=0.01)
 
 
 def test_the_estimate_shows_the_numbers_of_the_problem(dry: Any, flux: dict[str, Any]) -> None:
-    graph, probed, inputs = dry("flux-dev")
-    problem = problem_of(graph, probed, hardware("rtx4090"), Limits(8 * 2**30, 2**36), inputs)
+    graph, dry_run, inputs = dry("flux-dev")
+    problem = problem_of(
+        graph, dry_run, hardware("rtx4090"), ProblemLimits(8 * 2**30, 2**36), inputs
+    )
     for number, (phase, row) in enumerate(zip(problem.phases, flux["phases"], strict=True)):
-        beside = (
+        activation_bytes = (
             problem.value_bytes(number)
             + phase.input_bytes
             + max(phase.first_bytes, phase.steady_bytes)
         )
-        assert row["allocated_bytes"] == beside
+        assert row["allocated_bytes"] == activation_bytes
         assert row["phase"] == phase.name
 
 
 def test_a_dry_run_read_back_gives_the_same_survey(dry: Any, flux: dict[str, Any]) -> None:
-    graph, probed, inputs = dry("flux-dev")
-    assert survey(graph, DryRun.from_json(probed.to_json()), hardware("rtx4090"), inputs) == flux
+    graph, dry_run, inputs = dry("flux-dev")
+    assert survey(graph, DryRun.from_json(dry_run.to_json()), hardware("rtx4090"), inputs) == flux
 
 
 def test_the_screen_has_a_row_for_each_component_and_phase(flux: dict[str, Any]) -> None:
@@ -86,12 +88,12 @@ def test_the_screen_has_a_row_for_each_component_and_phase(flux: dict[str, Any])
         line.startswith(" transformer ") and "22.17*" in line and "19 + 38" in line
         for line in lines
     )
-    assert sum("traced, prior" in line for line in lines) == 4
+    assert sum("traced, data sheet" in line for line in lines) == 4
 
 
 def test_on_sim_reserved_bytes_equal_allocated_bytes(dry: Any) -> None:
-    graph, probed, inputs = dry("sdxl-tiny")
-    found = survey(graph, probed, hardware("sim"), inputs)
-    assert found["corrections"] == []
-    for phase in found["phases"]:
+    graph, dry_run, inputs = dry("sdxl-tiny")
+    estimate = survey(graph, dry_run, hardware("sim"), inputs)
+    assert estimate["corrections"] == []
+    for phase in estimate["phases"]:
         assert phase["allocated_bytes"] == phase["reserved_bytes"] == phase["reserved_native_bytes"]

@@ -83,17 +83,17 @@ def calls(dry: Any, name: str, component: str) -> list[Call]:
 
 def test_flops_of_a_step_match_the_formula(dry: Any, name: str) -> None:
     expected, each_step = STEPS[name]
-    found = calls(dry, name, "transformer")
-    assert len(found) == each_step * dry(name)[2]["steps"]
-    for call in found[:2]:
+    traced_calls = calls(dry, name, "transformer")
+    assert len(traced_calls) == each_step * dry(name)[2]["steps"]
+    for call in traced_calls[:2]:
         assert call.flops == pytest.approx(expected, rel=0.03)
 
 
 def test_every_component_is_entered_and_mostly_streamable(dry: Any, name: str) -> None:
-    graph, probed, _ = dry(name)
-    assert {call.component for _, call in probed.recording.entries()} == set(graph.components)
+    graph, dry_run, _ = dry(name)
+    assert {call.component for _, call in dry_run.recording.entries()} == set(graph.components)
     for component in ("text_encoder", "transformer"):
-        profile = probed.profiles[component]
+        profile = dry_run.profiles[component]
         nbytes = [
             len(group.blocks) * size
             for group, size in zip(profile.groups, profile.block_bytes, strict=True)

@@ -9,7 +9,10 @@ import pytest
 
 from graphrun.report.command_lines import folded_command, folded_options
 
-LONG = 'graphrun run my/graph.yaml --vram 8G --ram 64G --set "prompt=a b c d e" --allow nf4 --no-cache --prompt "..."'
+LONG = (
+    'graphrun run my/graph.yaml --vram 8G --ram 64G --set "prompt=a b c d e" --allow nf4 '
+    '--no-cache --prompt "..."'
+)
 TITLE = "next, on that card: "
 
 

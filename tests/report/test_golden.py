@@ -41,9 +41,11 @@ def shown(screen: str, width: int) -> str:
     """What a terminal gets: ``screen`` with its colours."""
     from rich.console import Console
 
-    to = io.StringIO()
-    print_to(Console(file=to, force_terminal=True, color_system="standard", width=width), screen)
-    return to.getvalue().removesuffix("\n")
+    buffer = io.StringIO()
+    print_to(
+        Console(file=buffer, force_terminal=True, color_system="standard", width=width), screen
+    )
+    return buffer.getvalue().removesuffix("\n")
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +60,17 @@ def test_plan_screen(make_problem: Any, compare: Any, gib: int) -> None:
     compare(f"flux-dev-{gib}g", plan_screen(solution))
 
 
-THEN = 'next, on that card: graphrun run flux-dev --vram 8G --ram 64G --hardware rtx4090 --prompt "..."'
+THEN = (
+    "next, on that card: graphrun run flux-dev --vram 8G --ram 64G --hardware rtx4090 --prompt "
+    '"..."'
+)
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_plan_screen_at_two_widths_in_a_pipe_and_on_a_terminal(
     solution_8g: Any, compare: Any, width: int
 ) -> None:
-    screen = plan_screen(solution_8g, look=Look(width, made="a picture", then=THEN))
+    screen = plan_screen(solution_8g, look=Look(width, product="a picture", next_command=THEN))
     assert max(map(len, screen.splitlines())) <= width
     compare(f"flux-dev-8g-{width}", screen)
     compare(f"flux-dev-8g-{width}-terminal", shown(screen, width))
@@ -87,9 +92,11 @@ def test_explain_screen_at_8_gib(solution_8g: Any, compare: Any) -> None:
 
 @pytest.mark.long
 def test_infeasible_screen(make_problem: Any, compare: Any) -> None:
-    with pytest.raises(Infeasible) as caught:
+    with pytest.raises(Infeasible) as error:
         solve(make_problem("flux-dev", 2 * GIB, 16 * GIB, hardware="rtx4090"))
-    screen = infeasible_screen(caught.value, Look(then="next: graphrun plan flux-dev --vram 3.4G"))
+    screen = infeasible_screen(
+        error.value, Look(next_command="next: graphrun plan flux-dev --vram 3.4G")
+    )
     assert max(map(len, screen.splitlines())) <= 80
     compare("flux-dev-2g-infeasible", screen)
     compare("flux-dev-2g-infeasible-terminal", shown(screen, 80))

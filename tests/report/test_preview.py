@@ -35,7 +35,7 @@ def test_edges_of_the_latents_are_edges_of_the_preview(
 def test_there_are_about_eight_previews() -> None:
     preview = Preview(Path("p.png"), {})
     assert [
-        sum(preview.wants("denoise", done, steps) for done in range(1, steps))
+        sum(preview.wants("denoise", step, steps) for step in range(1, steps))
         for steps in (2, 8, 28, 50)
     ] == [1, 7, 9, 8]
 

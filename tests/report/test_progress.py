@@ -16,11 +16,11 @@ from graphrun.report.progress import (
 
 
 def test_the_remaining_time_is_predicted_at_the_pace_so_far() -> None:
-    now = [10.0]
-    shown = Shown(8.0, None, lambda: now[0])
-    assert shown.left == "0:08 left"
-    now[0], shown.done_seconds = 14.0, 2.0
-    assert shown.left == "0:12 left", "two predicted seconds took four"
+    clock = [10.0]
+    progress = Shown(8.0, None, lambda: clock[0])
+    assert progress.remaining_time == "0:08 left"
+    clock[0], progress.done_seconds = 14.0, 2.0
+    assert progress.remaining_time == "0:12 left", "two predicted seconds took four"
 
 
 def test_the_seconds_before_a_call() -> None:
@@ -29,7 +29,7 @@ def test_the_seconds_before_a_call() -> None:
     assert seconds_before([1.0, 2.0], 1, 0, 0) == 1.0
 
 
-def run_of(steps: str, calls: int, lines: list[str], now: list[float]) -> Progress:
+def run_of(steps: str, calls: int, lines: list[str], clock: list[float]) -> Progress:
     """Progress of a loop of ``calls`` calls, 2 s of loading and 4 s each as predicted, and of 8 s
     after it."""
     parts = (
@@ -45,24 +45,24 @@ def run_of(steps: str, calls: int, lines: list[str], now: list[float]) -> Progre
         settings=(("height", "64"), ("steps", steps)), hardware=SimpleNamespace(device="cuda")
     )
     simulation = SimpleNamespace(
-        slots=[SimpleNamespace(seconds=each) for each in seconds], problem=problem
+        slots=[SimpleNamespace(seconds=slot_seconds) for slot_seconds in seconds], problem=problem
     )
-    return Progress(plan, simulation, lines.append, lambda: now[0])  # type: ignore[arg-type]
+    return Progress(plan, simulation, lines.append, lambda: clock[0])  # type: ignore[arg-type]
 
 
 def test_a_run_says_its_steps_their_seconds_and_the_time_left() -> None:
-    now, lines = [0.0], list[str]()
-    with run_of("40", 40, lines, now) as progress:
-        now[0] = 100.0  # weights were built before the first slot
+    clock, lines = [0.0], list[str]()
+    with run_of("40", 40, lines, clock) as progress:
+        clock[0] = 100.0  # weights were built before the first slot
         progress(0, 0, 0)
-        now[0] = 104.0
+        clock[0] = 104.0
         progress(1, 0, 1)
         progress(1, 1, 1)
-        now[0] = 112.0  # the first step waited for weights
+        clock[0] = 112.0  # the first step waited for weights
         progress(2, 0, 39)
         for call in range(1, 40):
             progress(2, call, 39)
-            now[0] += 2.0
+            clock[0] += 2.0
         progress(3, 0, 1)
         progress(3, 1, 1)
         progress(4, 0, 0)
@@ -80,8 +80,8 @@ def test_a_run_says_its_steps_their_seconds_and_the_time_left() -> None:
 
 
 def test_a_step_may_be_two_calls() -> None:
-    now, lines = [0.0], list[str]()
-    with run_of("2", 4, lines, now) as progress:
+    clock, lines = [0.0], list[str]()
+    with run_of("2", 4, lines, clock) as progress:
         for slot, call, calls in (
             (0, 0, 0),
             (1, 0, 1),
@@ -92,23 +92,23 @@ def test_a_step_may_be_two_calls() -> None:
             (2, 3, 3),
         ):
             progress(slot, call, calls)
-            now[0] += 20.0
+            clock[0] += 20.0
     assert [line.split(",")[0].strip() for line in lines] == ["a/0:x", "step 1/2", "step 2/2"]
 
 
 def test_a_batch_says_a_line_for_each_run_with_its_rate_and_the_remaining_time() -> None:
-    now, lines = [0.0], list[str]()
+    clock, lines = [0.0], list[str]()
     slot = SimpleNamespace(seconds=2.0, phase="a/0:x")
-    solution = SimpleNamespace(simulation=SimpleNamespace(slots=[slot], again=[slot]))
+    solution = SimpleNamespace(simulation=SimpleNamespace(slots=[slot], further_slots=[slot]))
     segment = SimpleNamespace(stages=("a",), solution=solution)
-    request = SimpleNamespace(number=1, where="p.jsonl:3", error="is not JSON")
-    with BatchProgress(2, lines.append, lambda: now[0]) as progress:
+    request = SimpleNamespace(number=1, location="p.jsonl:3", error="is not JSON")
+    with BatchProgress(2, lines.append, lambda: clock[0]) as progress:
         progress.left_out(request)
         progress.restarts("denoise", "its pipeline has 2 loops")
         progress.schedule(SimpleNamespace(seconds=4.0, requests=2, name="request by request"), {})
         progress.segment(segment, 2)
         progress.run(segment, request)(0, 1, 1)
-        now[0] = 3.0
+        clock[0] = 3.0
         progress.done_seconds = 2.0
         progress.run(segment, request)
         progress.done(request, [SimpleNamespace(__str__=str)])  # type: ignore[list-item]
@@ -124,14 +124,14 @@ def test_a_batch_says_a_line_for_each_run_with_its_rate_and_the_remaining_time()
 
 def test_a_download_says_bytes_rate_and_the_time_left() -> None:
     """In a pipe at most every ten seconds; checking starts the clock again."""
-    now, lines = [0.0], list[str]()
-    with DownloadProgress("org/name", lines.append, lambda: now[0]) as progress:
-        for done in range(0, 101, 5):
-            progress("downloading", done << 20, 100 << 20)
-            now[0] += 2.5
-        now[0] += 10.0
+    clock, lines = [0.0], list[str]()
+    with DownloadProgress("org/name", lines.append, lambda: clock[0]) as progress:
+        for mebibytes in range(0, 101, 5):
+            progress("downloading", mebibytes << 20, 100 << 20)
+            clock[0] += 2.5
+        clock[0] += 10.0
         progress("checking", 0, 100 << 20)
-        now[0] += 10.0
+        clock[0] += 10.0
         progress("checking", 50 << 20, 100 << 20)
     assert lines[0] == "  downloading org/name: 20.00 MiB of 100.00 MiB, 2.00 MiB/s, 0:40 left"
     assert lines[-2] == "  checking org/name: 0 B of 100.00 MiB"

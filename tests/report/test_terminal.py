@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 def seen(code: str, columns: int = 80, **environment: str) -> str:
     """What a terminal of so many columns gets from a Python program, stdout and stderr."""
-    own, other = pty.openpty()
+    reader, terminal_file = pty.openpty()
     environment = {
         **os.environ,
         "TERM": "xterm-256color",
@@ -28,26 +28,33 @@ def seen(code: str, columns: int = 80, **environment: str) -> str:
         **environment,
     }
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=other, stdout=other, stderr=other, env=environment
+        [sys.executable, "-c", code],
+        stdin=terminal_file,
+        stdout=terminal_file,
+        stderr=terminal_file,
+        env=environment,
     )
-    os.close(other)
+    os.close(terminal_file)
     parts = []
     try:
-        while part := os.read(own, 65536):
+        while part := os.read(reader, 65536):
             parts.append(part)
     except OSError:  # the other end is closed
         pass
     process.wait()
-    os.close(own)
+    os.close(reader)
     return b"".join(parts).decode()
 
 
-SCREEN = "from graphrun.cli.terminal import coloured, width; coloured(f'fits: yes. {width()}')"
+SCREEN = (
+    "from graphrun.cli.terminal import print_coloured, width; print_coloured(f'fits: yes. "
+    "{width()}')"
+)
 
 
-@pytest.mark.parametrize(("columns", "shown"), [(60, 80), (100, 100), (300, 120)])
-def test_a_terminal_has_colour_and_its_width(columns: int, shown: int) -> None:
-    assert seen(SCREEN, columns) == f"\x1b[1;32mfits: yes\x1b[0m. {shown}\r\n"
+@pytest.mark.parametrize(("columns", "text"), [(60, 80), (100, 100), (300, 120)])
+def test_a_terminal_has_colour_and_its_width(columns: int, text: int) -> None:
+    assert seen(SCREEN, columns) == f"\x1b[1;32mfits: yes\x1b[0m. {text}\r\n"
 
 
 def test_colour_can_be_turned_off() -> None:

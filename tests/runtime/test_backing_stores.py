@@ -18,11 +18,11 @@ from small_component import (
     WIDE,
     Small,
     device_of,
-    hardware,
     plain,
     plan_of,
-    problem,
     run,
+    small_hardware,
+    small_problem,
     use,
 )
 from stored_component import host_of, in_backing_store, saved
@@ -36,14 +36,14 @@ from graphrun.sim import Machine
 from graphrun.trace import Trace
 from graphrun.verify.simulate import simulate
 
-ON = replace(hardware(), disk_bytes_per_second=4e8, pageable_bytes_per_second=5e8)
+ON = replace(small_hardware(), disk_bytes_per_second=4e8, pageable_bytes_per_second=5e8)
 
 # ``a`` computes twice while ``b`` is read; then the backing store of a is dropped, and b is copied
 # from its own.
 BESIDE = """
     slot s0/0:a load
       read a
-      load a remainder[0] from {backing_store}
+      load a unblocked[0] from {backing_store}
     slot s0/0:a first
       read b
       load a wide[0-3] thin[0-5] from {backing_store}
@@ -53,7 +53,7 @@ BESIDE = """
     slot s1/0:b load
       drop a
       evict a all
-      load b remainder[0] from {backing_store}
+      load b unblocked[0] from {backing_store}
     slot s1/0:b first
       load b wide[0-3] thin[0-5] from {backing_store}
       run
@@ -65,18 +65,18 @@ BESIDE = """
 # a streams from disk, keeping one block of each group; b is loaded whole at the same time.
 FROM_DISK = """
     slot s0/0:a load
-      load a remainder[0] from disk
+      load a unblocked[0] from disk
     slot s0/0:a first
-      stream a keep remainder[0] wide[1] thin[2] ring buffer {ring buffer} B
+      stream a keep unblocked[0] wide[1] thin[2] ring buffer {ring_buffer} B
       load a wide[1] thin[2] from disk
       run
     slot s0/0:a steady x2
-      stream a keep remainder[0] wide[1] thin[2] ring buffer {ring buffer} B
+      stream a keep unblocked[0] wide[1] thin[2] ring buffer {ring_buffer} B
       load b all from disk
       run
     slot s1/0:b load
       drop a
-      evict a remainder[0] wide[1] thin[2]
+      evict a unblocked[0] wide[1] thin[2]
     slot s1/0:b first
       run
     slot end
@@ -89,9 +89,10 @@ class Case:
 
     def __init__(self, folder: Path, backing_store: str, text: str, calls: list[str]) -> None:
         phases = [[use("a", calls.count("a"), ON)], [use("b", calls.count("b"), ON)]]
-        of = problem({}, phases, ON)
+        problem = small_problem({}, phases, ON)
         self.problem: Problem = replace(
-            of, components=tuple(in_backing_store(backing_store, name, ON) for name in ("a", "b"))
+            problem,
+            components=tuple(in_backing_store(backing_store, name, ON) for name in ("a", "b")),
         )
         self.plan: Plan = plan_of(
             self.problem, text.format(backing_store=backing_store, ring_buffer=2 * WIDE)
@@ -143,8 +144,8 @@ def test_copies_wait_for_the_read_of_their_own_block_in_the_planned_seconds(
     make: Make, backing_store: str
 ) -> None:
     case = make(backing_store, BESIDE, ["a", "a", "b"])
-    trace, planned = case.run(), case.planned()
-    assert trace.seconds == pytest.approx(planned.seconds, rel=0.02)
+    trace, simulation = case.run(), case.planned()
+    assert trace.seconds == pytest.approx(simulation.seconds, rel=0.02)
     read_seconds = 2 * case.problem.components[0].weight_bytes() / ON.disk_bytes_per_second
     copies = trace.moved_bytes / (
         ON.h2d_bytes_per_second if backing_store == "pinned" else ON.pageable_bytes_per_second
@@ -165,9 +166,9 @@ def test_a_backing_store_on_disk_is_read_at_every_copy_through_two_blocks_of_mem
     make: Make,
 ) -> None:
     case = make("disk", FROM_DISK, ["a", "a", "a", "b"])
-    trace, planned = case.run(), case.planned()
+    trace, simulation = case.run(), case.planned()
     assert torch.equal(trace.outputs["x"], case.expected)
-    assert trace.seconds == pytest.approx(planned.seconds, rel=0.02)
+    assert trace.seconds == pytest.approx(simulation.seconds, rel=0.02)
     copies = [e for e in trace.events if e.kind in ("load", "stream")]
     assert sorted(e.detail for e in trace.events if e.kind == "fetch") == sorted(
         e.detail for e in copies
@@ -176,7 +177,9 @@ def test_a_backing_store_on_disk_is_read_at_every_copy_through_two_blocks_of_mem
     assert 0.99 * trace.moved_bytes < trace.disk_bytes_read <= trace.moved_bytes, (
         "files hold no alignment"
     )
-    assert [slot.host_bytes for slot in trace.slots] == [slot.host_bytes for slot in planned.slots]
+    assert [slot.host_bytes for slot in trace.slots] == [
+        slot.host_bytes for slot in simulation.slots
+    ]
     assert trace.host_bytes == 2 * 2 * max(WIDE, THIN)
     assert torch.equal(case.run().outputs["x"], case.expected)
 
@@ -193,16 +196,16 @@ def test_modules_have_no_weights_on_the_host_after_their_backing_store_is_droppe
     )
 
 
-@pytest.mark.parametrize("what", ["cut", "changed", "gone"])
-def test_a_file_that_is_not_what_it_was_is_refused_by_name(make: Make, what: str) -> None:
+@pytest.mark.parametrize("change", ["cut", "changed", "gone"])
+def test_a_file_that_is_not_what_it_was_is_refused_by_name(make: Make, change: str) -> None:
     case = make("disk", FROM_DISK, ["a", "a", "a", "b"])
     file = case.folders["b"] / "model.safetensors"
-    if what == "cut":
+    if change == "cut":
         os.truncate(file, file.stat().st_size - 1000)
-    elif what == "changed":
-        with file.open("r+b") as opened:
-            opened.seek(-4, os.SEEK_END)
-            opened.write(b"evil")
+    elif change == "changed":
+        with file.open("r+b") as stream:
+            stream.seek(-4, os.SEEK_END)
+            stream.write(b"evil")
         os.utime(file, ns=(1, 1))
     else:
         file.unlink()
@@ -249,17 +252,17 @@ def test_a_plan_that_drops_a_module_passed_in_is_refused(make: Make) -> None:
 
 MIXED = """
     slot s0/0:a load
-      load a remainder[0] from disk
+      load a unblocked[0] from disk
     slot s0/0:a first
       read b
-      stream a keep remainder[0] ring buffer {ring buffer} B
+      stream a keep unblocked[0] ring buffer {ring_buffer} B
       run
     slot s0/0:a steady x2
-      stream a keep remainder[0] ring buffer {ring buffer} B
+      stream a keep unblocked[0] ring buffer {ring_buffer} B
       run
     slot s1/0:b load
       drop a
-      evict a remainder[0]
+      evict a unblocked[0]
       load b all from pinned
     slot s1/0:b first
       run
@@ -274,37 +277,37 @@ def test_reads_keep_step_with_fetches_for_copies_as_simulated(tmp_path: Path) ->
     case.problem = replace(case.problem, components=(a, in_backing_store("pinned", "b", ON)))
     case.plan = plan_of(case.problem, MIXED.format(ring_buffer=2 * WIDE))
     case.host = host_of(case.problem, case.folders, case.device)
-    trace, planned = case.run(), case.planned()
+    trace, simulation = case.run(), case.planned()
     assert torch.equal(trace.outputs["x"], case.expected)
-    measured, simulated = (
+    actual, expected = (
         sorted(
             (e.start_seconds, e.kind, e.component, e.detail)
-            for e in of
+            for e in events
             if e.kind in ("read", "fetch")
         )
-        for of in (trace.events, planned.events)
+        for events in (trace.events, simulation.events)
     )
-    assert [order[1:] for order in measured] == [order[1:] for order in simulated]
-    assert [order[0] for order in measured] == pytest.approx(
-        [order[0] for order in simulated], rel=0.02, abs=2e-5
+    assert [order[1:] for order in actual] == [order[1:] for order in expected]
+    assert [order[0] for order in actual] == pytest.approx(
+        [order[0] for order in expected], rel=0.02, abs=2e-5
     )
-    assert trace.seconds == pytest.approx(planned.seconds, rel=0.02)
+    assert trace.seconds == pytest.approx(simulation.seconds, rel=0.02)
 
 
 BESIDE_STREAM = """
     slot s0/0:a load
       read a
-      load a remainder[0] from pinned
+      load a unblocked[0] from pinned
     slot s0/0:a first
-      stream a keep remainder[0] ring buffer {ring buffer} B
+      stream a keep unblocked[0] ring buffer {ring_buffer} B
       run
     slot s0/0:a steady x9
-      stream a keep remainder[0] ring buffer {ring buffer} B
+      stream a keep unblocked[0] ring buffer {ring_buffer} B
       load b all from disk
       run
     slot s1/0:b load
       drop a
-      evict a remainder[0]
+      evict a unblocked[0]
     slot s1/0:b first
       run
     slot end
@@ -321,28 +324,28 @@ def test_streamed_blocks_overtake_a_prefetch_that_is_still_being_read_as_simulat
     )
     case.plan = plan_of(case.problem, BESIDE_STREAM.format(ring_buffer=2 * WIDE))
     case.host = host_of(case.problem, case.folders, case.device)
-    trace, planned = case.run(), case.planned()
+    trace, simulation = case.run(), case.planned()
     assert torch.equal(trace.outputs["x"], case.expected)
     kinds = ("fetch", "load", "stream")
-    measured, simulated = (
+    actual, expected = (
         sorted(
             (e.start_seconds, e.kind, e.component, e.detail)
-            for e in of
+            for e in events
             if e.kind in kinds and e.slot == 2
         )
-        for of in (trace.events, planned.events)
+        for events in (trace.events, simulation.events)
     )
-    assert [order[1:] for order in measured] == [order[1:] for order in simulated]
-    assert [order[0] for order in measured] == pytest.approx(
-        [order[0] for order in simulated], rel=0.02, abs=2e-5
+    assert [order[1:] for order in actual] == [order[1:] for order in expected]
+    assert [order[0] for order in actual] == pytest.approx(
+        [order[0] for order in expected], rel=0.02, abs=2e-5
     )
     for event in (e for e in trace.events if e.kind == "load" and e.component == "b"):
-        (read,) = (
+        (read_event,) = (
             e
             for e in trace.events
             if (e.kind, e.component, e.detail) == ("fetch", "b", event.detail)
         )
-        assert read.end_seconds <= event.start_seconds + 1e-9
+        assert read_event.end_seconds <= event.start_seconds + 1e-9
 
 
 class LateReader(SimulatedDevice):
@@ -355,13 +358,13 @@ class LateReader(SimulatedDevice):
         self.jobs: deque[Callable[[], None]] = deque()
 
     def background(self, job: Callable[[], None]) -> Callable[[], None]:
-        joined: list[Callable[[], None]] = []
-        self.jobs.append(lambda: joined.append(SimulatedDevice.background(self, job)))
+        waits: list[Callable[[], None]] = []
+        self.jobs.append(lambda: waits.append(SimulatedDevice.background(self, job)))
 
         def join() -> None:
-            while not joined:
+            while not waits:
                 self.jobs.popleft()()
-            joined[0]()
+            waits[0]()
 
         return join
 
@@ -383,17 +386,17 @@ def with_late_reader(case: Case) -> LateReader:
 
 STREAMED = """
     slot s0/0:a load
-      load a remainder[0] from disk
+      load a unblocked[0] from disk
     slot s0/0:a first
-      stream a keep remainder[0] wide[1] ring buffer {ring buffer} B
+      stream a keep unblocked[0] wide[1] ring buffer {ring_buffer} B
       load a wide[1] from disk
       run
     slot s0/0:a steady x1
-      stream a keep remainder[0] wide[1] ring buffer {ring buffer} B
+      stream a keep unblocked[0] wide[1] ring buffer {ring_buffer} B
       run
     slot s1/0:b load
       drop a
-      evict a remainder[0] wide[1]
+      evict a unblocked[0] wide[1]
       load b all from disk
     slot s1/0:b first
       run
@@ -402,7 +405,7 @@ STREAMED = """
 """
 LOADED = """
     slot s0/0:a load
-      load a remainder[0] from disk
+      load a unblocked[0] from disk
     slot s0/0:a first
       load a wide[0-3] thin[0-5] from disk
       run
@@ -421,20 +424,22 @@ BLOCKS = [*(f"wide.{i}" for i in range(4)), *(f"thin.{i}" for i in range(6))]
 
 
 @pytest.mark.parametrize(
-    ("text", "again"),
+    ("text", "reread_blocks"),
     [(STREAMED, set(BLOCKS) - {"wide.1"}), (LOADED, set[str]())],
     ids=["streamed", "loaded"],
 )
 def test_the_host_waits_for_the_read_of_a_block_when_compute_has_reached_it(
-    make: Make, text: str, again: set[str]
+    make: Make, text: str, reread_blocks: set[str]
 ) -> None:
-    """``again``: blocks that the second call copies too. Before the calls the remainder is read,
-    behind them all blocks of b."""
+    """``reread_blocks``: blocks that the second call copies too. The unblocked weights are read
+    before the calls, all blocks of b after them."""
     case = make("disk", text, ["a", "a", "b"])
     device = with_late_reader(case)
     assert torch.equal(case.run().outputs["x"], case.expected)
-    first = [each for path in BLOCKS for each in (path, "read")]
-    second = [each for path in BLOCKS for each in ((path, "read") if path in again else (path,))]
+    first = [item for path in BLOCKS for item in (path, "read")]
+    second = [
+        item for path in BLOCKS for item in ((path, "read") if path in reread_blocks else (path,))
+    ]
     assert device.log == ["read", *first, *second, *["read"] * 11]
 
 
@@ -454,10 +459,10 @@ def test_a_run_that_fails_waits_for_the_reads_under_way(make: Make) -> None:
     def fail(x: torch.Tensor) -> None:
         raise ValueError("bad shape")
 
-    case.host.modules["a"].inside = fail
+    case.host.modules["a"].callback = fail
     with pytest.raises(ValueError, match="bad shape"):
         case.run()
     assert not device.jobs, "a read would write to memory that is free"
-    case.host.modules["a"].inside = None
+    case.host.modules["a"].callback = None
     device.log.clear()
     assert torch.equal(case.run().outputs["x"], case.expected)

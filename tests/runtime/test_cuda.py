@@ -13,9 +13,9 @@ from small_component import (
     WIDE,
     Small,
     calls_to,
-    hardware,
     plan_of,
-    problem,
+    small_hardware,
+    small_problem,
     tensors,
     use,
 )
@@ -35,10 +35,10 @@ def test_streaming_on_cuda_gives_the_bits_of_resident_weights_and_leaves_nothing
     from graphrun.runtime.devices.cuda import CudaDevice
 
     modules = {"a": Small(), "b": Small(1)}
-    on = hardware(h2d=20e9, flops=1e13)
-    of = problem(modules, [[use("a", 4, on)], [use("b", 1, on)]], on)
+    hardware = small_hardware(h2d=20e9, flops=1e13)
+    problem = small_problem(modules, [[use("a", 4, hardware)], [use("b", 1, hardware)]], hardware)
     plan, device = (
-        plan_of(of, PREFETCH.format(ring_buffer=2 * WIDE)),
+        plan_of(problem, PREFETCH.format(ring_buffer=2 * WIDE)),
         CudaDevice(workspace_bytes=64 * MIB),
     )
     with torch.no_grad():
@@ -46,13 +46,13 @@ def test_streaming_on_cuda_gives_the_bits_of_resident_weights_and_leaves_nothing
             {n: copy.deepcopy(m).cuda() for n, m in modules.items()}, CALLS, device.torch_device
         )["x"]
     torch._C._cuda_clearCublasWorkspaces()
-    host = Host(modules, of, device)
+    host = Host(modules, problem, device)
     assert all(
         residency.backing_store.memory.is_pinned("cuda") for residency in host.residencies.values()
     )
     for _ in range(5):
         trace = follow(
-            solution_of(of, plan),
+            solution_of(problem, plan),
             host,
             device,
             lambda: calls_to(host.modules, CALLS, device.torch_device),
@@ -68,9 +68,9 @@ def test_the_allocator_refuses_more_than_the_cap_and_recovers() -> None:
     from graphrun.runtime.devices.cuda import CudaDevice
 
     device = CudaDevice()
-    with device.session(64 * MIB), pytest.raises(torch.OutOfMemoryError) as caught:
+    with device.session(64 * MIB), pytest.raises(torch.OutOfMemoryError) as error_info:
         device.allocate(GIB)
-    assert isinstance(device.explain(caught.value), OutOfMemory)
+    assert isinstance(device.explain(error_info.value), OutOfMemory)
     with device.session(2 * GIB):
         assert device.allocate(GIB).numel() == GIB
 

@@ -12,7 +12,17 @@ from typing import Any, cast
 
 import pytest
 import torch
-from small_component import WIDE, Small, device_of, hardware, plain, plan_of, problem, run, use
+from small_component import (
+    WIDE,
+    Small,
+    device_of,
+    plain,
+    plan_of,
+    run,
+    small_hardware,
+    small_problem,
+    use,
+)
 from stored_component import host_of, in_backing_store, saved
 
 from graphrun.errors import GraphrunError
@@ -20,23 +30,23 @@ from graphrun.model.problem import Hardware
 from graphrun.trace import Trace
 from graphrun.verify.simulate import simulate
 
-ON = replace(hardware(), disk_bytes_per_second=4e8, pageable_bytes_per_second=5e8)
+ON = replace(small_hardware(), disk_bytes_per_second=4e8, pageable_bytes_per_second=5e8)
 
 # a streams all but two of its blocks.
 STREAMED = """
     slot s0/0:a load
       read a
-      load a remainder[0] from {backing_store}
+      load a unblocked[0] from {backing_store}
     slot s0/0:a first
-      stream a keep remainder[0] wide[1] thin[2] ring buffer {ring buffer} B
+      stream a keep unblocked[0] wide[1] thin[2] ring buffer {ring_buffer} B
       load a wide[1] thin[2] from {backing_store}
       run
     slot s0/0:a steady x3
-      stream a keep remainder[0] wide[1] thin[2] ring buffer {ring buffer} B
+      stream a keep unblocked[0] wide[1] thin[2] ring buffer {ring_buffer} B
       run
     slot end
       drop a
-      evict a remainder[0] wide[1] thin[2]
+      evict a unblocked[0] wide[1] thin[2]
 """
 
 # a computes with resident weights while b is copied.
@@ -65,18 +75,21 @@ class Case:
     """Components whose weights lie in files, and the plan ``text`` for them."""
 
     def __init__(
-        self, folder: Path, text: str, backing_store: str, calls: list[str], on: Hardware
+        self, folder: Path, text: str, backing_store: str, calls: list[str], hardware: Hardware
     ) -> None:
         names = sorted(set(calls))
-        of = problem({}, [[use(name, calls.count(name), on)] for name in names], on)
+        problem = small_problem(
+            {}, [[use(name, calls.count(name), hardware)] for name in names], hardware
+        )
         self.problem = replace(
-            of, components=tuple(in_backing_store(backing_store, name, on) for name in names)
+            problem,
+            components=tuple(in_backing_store(backing_store, name, hardware) for name in names),
         )
         self.plan = plan_of(
             self.problem, text.format(backing_store=backing_store, ring_buffer=2 * WIDE)
         )
         self.folders = {name: saved(folder / name, seed) for seed, name in enumerate(names)}
-        self.calls, self.planned = calls, simulate(self.problem, self.plan)
+        self.calls, self.simulation = calls, simulate(self.problem, self.plan)
 
     def run(self, device: Any) -> Trace:
         trace = run(
@@ -87,8 +100,8 @@ class Case:
         return trace
 
     def as_planned(self, trace: Trace) -> None:
-        for measured, expected in zip(trace.slots, self.planned.slots, strict=True):
-            assert measured.end_seconds - measured.start_seconds == pytest.approx(
+        for actual, expected in zip(trace.slots, self.simulation.slots, strict=True):
+            assert actual.end_seconds - actual.start_seconds == pytest.approx(
                 expected.seconds, rel=0.03
             )
 
@@ -100,7 +113,7 @@ def test_the_host_waits_for_copies_from_pageable_memory_when_no_compute_is_left_
 ) -> None:
     """Otherwise it would queue no compute meanwhile, and the run would take the sum of both.
     ``blocks`` of the ring buffer, if any."""
-    text = STREAMED.replace("{ring buffer}", str(blocks * WIDE)) if blocks else BESIDE_RESIDENT
+    text = STREAMED.replace("{ring_buffer}", str(blocks * WIDE)) if blocks else BESIDE_RESIDENT
     calls = ["a"] * 4 + ["b"] * (not blocks)
     case = Case(tmp_path, text, "pageable", calls, replace(ON, flops_per_second=flops))
     case.as_planned(case.run(device_of(case.problem)))
@@ -108,17 +121,17 @@ def test_the_host_waits_for_copies_from_pageable_memory_when_no_compute_is_left_
 
 def test_page_locking_goes_on_beside_reads_and_takes_the_planned_seconds(tmp_path: Path) -> None:
     """Of twice the seconds of all reads: the copies wait for it."""
-    on = replace(ON, page_lock_seconds=2 / ON.disk_bytes_per_second, flops_per_second=1e9)
-    case = Case(tmp_path, BESIDE_RESIDENT, "pinned", ["a"] * 4 + ["b"], on)
+    hardware = replace(ON, page_lock_seconds=2 / ON.disk_bytes_per_second, flops_per_second=1e9)
+    case = Case(tmp_path, BESIDE_RESIDENT, "pinned", ["a"] * 4 + ["b"], hardware)
     case.as_planned(case.run(device_of(case.problem)))
     read_seconds = sum(
         case.problem.components[0].variants[0].read_seconds[k] * n for k, n in enumerate((1, 4, 6))
     )
-    assert case.planned.slots[0].seconds == pytest.approx(2 * read_seconds, rel=0.5)
-    assert case.planned.slots[0].seconds > 2 * read_seconds
-    assert case.planned.slots[1].seconds == pytest.approx(case.planned.slots[1].compute_seconds), (
-        "hidden behind compute"
-    )
+    assert case.simulation.slots[0].seconds == pytest.approx(2 * read_seconds, rel=0.5)
+    assert case.simulation.slots[0].seconds > 2 * read_seconds
+    assert case.simulation.slots[1].seconds == pytest.approx(
+        case.simulation.slots[1].compute_seconds
+    ), "hidden behind compute"
 
 
 def test_memory_is_page_locked_by_a_thread_of_its_own(

@@ -13,10 +13,10 @@ from whole_pipelines import AMPLE, TinyPipeline, pixels
 
 from graphrun.model.allocator import LARGE_PAGE_BYTES, ROUND_BYTES, Caching
 from graphrun.profile.hardware import simulated
-from graphrun.profile.problems import Limits, problem_of
+from graphrun.profile.problems import ProblemLimits, problem_of
 from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.devices.simulated import SimulatedDevice
-from graphrun.runtime.executor import Session
+from graphrun.runtime.executor import PlanSession
 from graphrun.runtime.host import Host
 from graphrun.sim import Machine
 from graphrun.solve.pages import smallest_budget
@@ -44,7 +44,7 @@ def test_a_run_reserves_what_was_planned(
     name, budget, scale = case
     whole = TinyPipeline(name, {"steps": 2})
     problem = problem_of(
-        whole.graph, whole._probed, simulated(scale), Limits(budget, AMPLE), whole.inputs
+        whole.graph, whole._dry_run, simulated(scale), ProblemLimits(budget, AMPLE), whole.inputs
     )
     solution = solve(problem)
     unlimited = replace(solution.problem, budget_bytes=AMPLE)
@@ -59,9 +59,9 @@ def test_a_run_reserves_what_was_planned(
     for _ in range(2):  # the second run finds no page that the first one left
         trace = whole.run(unlimited, replace(solution.plan, problem=unlimited.digest))
         assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
-        planned = [slot.peak_bytes for slot in solution.simulation.slots]
-        assert max(planned) <= budget
-        for slot, peak in zip(trace.slots, planned, strict=True):
+        planned_peaks = [slot.peak_bytes for slot in solution.simulation.slots]
+        assert max(planned_peaks) <= budget
+        for slot, peak in zip(trace.slots, planned_peaks, strict=True):
             assert slot.peak_bytes == peak, slot.name
         assert set(limits) == {limit_bytes(solution.chosen, solution.plan)}
 
@@ -83,37 +83,37 @@ def test_no_slot_reserves_more_than_was_planned_whatever_the_budget(
     pages that no budget has."""
     whole = TinyPipeline(name, {"steps": 2})
     ample = problem_of(
-        whole.graph, whole._probed, simulated(scale), Limits(AMPLE, AMPLE), whole.inputs
+        whole.graph, whole._dry_run, simulated(scale), ProblemLimits(AMPLE, AMPLE), whole.inputs
     )
-    least, weights = (
+    minimum_bytes, weights = (
         smallest_budget(ample),
         sum(component.weight_bytes() for component in ample.components),
     )
     for share in (0.02, 0.2):
-        problem = replace(ample, budget_bytes=least + int(share * weights))
+        problem = replace(ample, budget_bytes=minimum_bytes + int(share * weights))
         solution = solve(problem)
         whole.device = open_device(problem)
         whole.host = Host.of_graph(whole.graph, solution.problem, whole.device, whole.modules)
         trace = whole.run(solution.problem, solution.plan)
-        for slot, planned in zip(trace.slots, solution.simulation.slots, strict=True):
-            assert slot.peak_bytes <= planned.peak_bytes <= problem.budget_bytes, (share, slot.name)
+        for slot, report in zip(trace.slots, solution.simulation.slots, strict=True):
+            assert slot.peak_bytes <= report.peak_bytes <= problem.budget_bytes, (share, slot.name)
 
 
 @pytest.mark.sweep("pages")
 def test_a_session_reserves_what_was_planned() -> None:
     whole = TinyPipeline("flux-tiny", {"steps": 2})
-    limits = Limits(4 * MIB, AMPLE, runs=3)
-    problem = problem_of(whole.graph, whole._probed, simulated(0.0005), limits, whole.inputs)
+    limits = ProblemLimits(4 * MIB, AMPLE, runs=3)
+    problem = problem_of(whole.graph, whole._dry_run, simulated(0.0005), limits, whole.inputs)
     solution = solve(problem)
     device: Any = open_device(replace(problem, budget_bytes=AMPLE))
     host = Host.of_graph(whole.graph, solution.problem, device, whole.modules)
     from graphrun.runtime.executor import stages_for
 
-    with Session(solution, host, device) as session:
+    with PlanSession(solution, host, device) as session:
         for run in range(3):
             trace = session.run(stages_for(solution.plan, whole.graph, whole.inputs, device, host))
-            planned = solution.simulation.again if run else solution.simulation.slots
-            for slot, plan in zip(trace.slots, planned, strict=True):
+            reports = solution.simulation.further_slots if run else solution.simulation.slots
+            for slot, plan in zip(trace.slots, reports, strict=True):
                 assert slot.peak_bytes == plan.peak_bytes, slot.name
 
 
@@ -123,9 +123,9 @@ def test_pages_without_tensors_are_returned_before_an_allocation_is_refused() ->
 
     machine = Machine(capacity_bytes=60 * 1024, pages=Caching(2**-10))
     with machine:
-        held = [torch.empty(20 * 1024, dtype=torch.uint8, device="sim") for _ in range(2)]
+        tensors = [torch.empty(20 * 1024, dtype=torch.uint8, device="sim") for _ in range(2)]
         assert machine.peak_bytes == machine.used_bytes == 40 * 1024
-        held.clear()
+        tensors.clear()
         assert machine.allocated_bytes == 0
         assert machine.used_bytes == 40 * 1024  # cached
         whole = torch.empty(60 * 1024, dtype=torch.uint8, device="sim")
@@ -142,14 +142,14 @@ def test_in_pages_a_plan_that_counts_tensors_may_be_refused() -> None:
     counting them."""
     whole = TinyPipeline("flux-tiny", {"steps": 2})
     problem = problem_of(
-        whole.graph, whole._probed, simulated(0.0005), Limits(4 * MIB, AMPLE), whole.inputs
+        whole.graph, whole._dry_run, simulated(0.0005), ProblemLimits(4 * MIB, AMPLE), whole.inputs
     )
     blind = replace(problem, hardware=replace(problem.hardware, caching_allocator=False))
     from graphrun.verify.pages import reserved_bytes
 
     plan = solve(blind).plan
-    chosen = solve(blind).chosen
+    applied = solve(blind).chosen
     assert (
-        max(reserved_bytes(replace(chosen, hardware=problem.hardware), plan))
+        max(reserved_bytes(replace(applied, hardware=problem.hardware), plan))
         > problem.effective_bytes
     )

@@ -58,8 +58,8 @@ def test_the_output_is_the_plain_pipelines_in_exactly_the_planned_bytes(name: st
     assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
     slots = simulate(problem, plan).slots
     assert all(
-        measured.peak_bytes <= slot.peak_bytes
-        for measured, slot in zip(trace.slots, slots, strict=True)
+        actual.peak_bytes <= slot.peak_bytes
+        for actual, slot in zip(trace.slots, slots, strict=True)
     )
     highest = max(
         slot.peak_bytes for slot in slots if not slot.phase.startswith(MASKED.get(name, "-"))
@@ -76,8 +76,8 @@ def test_a_short_prompt_takes_no_more_than_was_planned_for_the_longest() -> None
     assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
     slots = simulate(problem, plan).slots
     assert all(
-        measured.peak_bytes <= slot.peak_bytes
-        for measured, slot in zip(trace.slots, slots, strict=True)
+        actual.peak_bytes <= slot.peak_bytes
+        for actual, slot in zip(trace.slots, slots, strict=True)
     )
 
 
@@ -91,11 +91,11 @@ def test_several_pictures_of_one_prompt_are_the_plain_pipelines() -> None:
 
 def test_rotary_tables_come_to_the_device_once_in_a_call() -> None:
     """CogView4's are made on the host, and its code copies them there in every attention."""
-    whole, seen = TinyPipeline("cogview4-tiny", {"steps": 1}), list[tuple[str, int]]()
+    whole, call_records = TinyPipeline("cogview4-tiny", {"steps": 1}), list[tuple[str, int]]()
 
-    def note(_: object, __: object, given: dict[str, Any]) -> None:
-        seen.extend(
-            (table.device.type, table.allocation.key) for table in given["image_rotary_emb"]
+    def note(_: object, __: object, arguments: dict[str, Any]) -> None:
+        call_records.extend(
+            (table.device.type, table.allocation.key) for table in arguments["image_rotary_emb"]
         )
 
     blocks = list(whole.modules["transformer"].transformer_blocks)
@@ -105,5 +105,5 @@ def test_rotary_tables_come_to_the_device_once_in_a_call() -> None:
         hook.remove()
     assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
     calls = sum(slot.calls for slot in trace.slots if slot.phase.startswith("denoise/"))
-    assert (len(seen), len(set(seen))) == (2 * calls * len(blocks), 2 * calls)
-    assert {place for place, _ in seen} == {"sim"}
+    assert (len(call_records), len(set(call_records))) == (2 * calls * len(blocks), 2 * calls)
+    assert {place for place, _ in call_records} == {"sim"}

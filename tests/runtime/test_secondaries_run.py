@@ -15,24 +15,24 @@ from small_component import (
     Small,
     calls_to,
     device_of,
-    hardware,
     plain,
     plan_of,
-    problem,
     run,
+    small_hardware,
+    small_problem,
     untouched,
     use,
 )
 
 from graphrun.errors import OutOfMemory, TransferFailed
 from graphrun.model.problem import Problem, Secondary
-from graphrun.runtime.executor import Session
+from graphrun.runtime.executor import PlanSession
 from graphrun.runtime.host import Host
 from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
 from graphrun.verify.solution import solution_of
 
-ON, HELPER = hardware(), hardware(h2d=5e8, flops=5e10)
+ON, HELPER = small_hardware(), small_hardware(h2d=5e8, flops=5e10)
 CALLS = ["a", "b", "b", "a"]
 PASSED = ROWS * WIDTH * 4
 CROSSINGS = 4  # of two calls
@@ -78,19 +78,21 @@ SESSION = f"""
 def case(runs: int = 1, secondary_bytes: int = 1 << 30) -> Problem:
     """``b`` on a secondary device that computes and copies half as fast as the device."""
     uses = [use("a", 1, ON), use("b", 2, ON), use("a", 1, ON)]
-    of = problem(
+    problem = small_problem(
         {"a": Small(), "b": Small()},
-        [[replace(each, transfer=(PASSED, PASSED))] for each in uses],
+        [[replace(component_use, transfer=(PASSED, PASSED))] for component_use in uses],
         ON,
     )
-    a, b = of.components
-    there = replace(b.variants[0], device="device1", streamable=False, slowdown=2.0)
-    there = replace(there, load_seconds=tuple(2 * seconds for seconds in there.load_seconds))
-    phases = tuple(replace(phase, pipeline_code_bytes=ACTIVATION_BYTES // 2) for phase in of.phases)
+    a, b = problem.components
+    variant = replace(b.variants[0], device="device1", streamable=False, slowdown=2.0)
+    variant = replace(variant, load_seconds=tuple(2 * seconds for seconds in variant.load_seconds))
+    phases = tuple(
+        replace(phase, pipeline_code_bytes=ACTIVATION_BYTES // 2) for phase in problem.phases
+    )
     secondaries = (Secondary(HELPER, secondary_bytes),)
     return replace(
-        of,
-        components=(a, replace(b, variants=(there,))),
+        problem,
+        components=(a, replace(b, variants=(variant,))),
         phases=phases,
         secondaries=secondaries,
         runs=runs,
@@ -102,71 +104,81 @@ def modules() -> dict[str, Small]:
 
 
 def test_it_computes_on_the_secondary_with_the_same_bits_in_the_planned_time() -> None:
-    of = case()
-    plan, device, own = plan_of(of, TEXT), device_of(of), modules()
+    problem = case()
+    plan, device, own = plan_of(problem, TEXT), device_of(problem), modules()
     (secondary,) = device.secondaries
-    assert check(of, plan) == ()
-    seen: list[tuple[str, str]] = []
-    own["b"].inside = lambda x: seen.append((str(x.device), str(own["b"].device)))
-    trace = run(of, plan, Host(own, of, device), device, CALLS)
-    planned = simulate(of, plan)
+    assert check(problem, plan) == ()
+    devices: list[tuple[str, str]] = []
+    own["b"].callback = lambda x: devices.append((str(x.device), str(own["b"].device)))
+    trace = run(problem, plan, Host(own, problem, device), device, CALLS)
+    simulation = simulate(problem, plan)
     assert torch.equal(trace.outputs["x"], plain(modules(), CALLS))
-    assert seen == [("sim:1", "sim:1")] * 2
-    assert trace.seconds == pytest.approx(planned.seconds, rel=0.01)
-    assert trace.moved_bytes == planned.moved_bytes
+    assert devices == [("sim:1", "sim:1")] * 2
+    assert trace.seconds == pytest.approx(simulation.seconds, rel=0.01)
+    assert trace.moved_bytes == simulation.moved_bytes
     assert secondary.machine.bytes_across == device.machine.bytes_across == 2 * PASSED
-    for slot, measured in zip(planned.slots, trace.slots, strict=True):
-        assert measured.secondary_peaks[0] <= slot.secondary_peaks[0]
-        assert measured.peak_bytes <= slot.peak_bytes
-    weights = of.component("b").weight_bytes()
-    assert planned.slots[0].secondary_peaks == (0,)
-    assert planned.slots[1].secondary_peaks == planned.slots[2].secondary_peaks == (weights,)
-    assert planned.slots[3].secondary_peaks == (weights + ACTIVATION_BYTES + PASSED,)
+    for slot, actual in zip(simulation.slots, trace.slots, strict=True):
+        assert actual.secondary_peaks[0] <= slot.secondary_peaks[0]
+        assert actual.peak_bytes <= slot.peak_bytes
+    weights = problem.component("b").weight_bytes()
+    assert simulation.slots[0].secondary_peaks == (0,)
+    assert simulation.slots[1].secondary_peaks == simulation.slots[2].secondary_peaks == (weights,)
+    assert simulation.slots[3].secondary_peaks == (weights + ACTIVATION_BYTES + PASSED,)
     assert device.allocated_bytes == secondary.allocated_bytes == 0
     assert all(map(untouched, own.values()))
 
 
 def test_a_load_for_the_secondary_overlaps_one_for_the_device() -> None:
-    of = case()
+    problem = case()
     loads = "      load a all from pinned\n      load b all from pinned\n"
     text = TEXT.replace("      load b all from pinned\n", "").replace(
         "      load a all from pinned\n", loads, 1
     )
-    device = device_of(of)
-    trace = run(of, plan_of(of, text), Host(modules(), of, device), device, CALLS)
+    device = device_of(problem)
+    trace = run(problem, plan_of(problem, text), Host(modules(), problem, device), device, CALLS)
     seconds = trace.slots[0].end_seconds - trace.slots[0].start_seconds
-    alone = of.component("b").weight_bytes() / HELPER.h2d_bytes_per_second
-    assert seconds == pytest.approx(alone, rel=0.01)
-    assert simulate(of, plan_of(of, text)).slots[0].seconds == pytest.approx(alone, rel=0.01)
+    load_seconds = problem.component("b").weight_bytes() / HELPER.h2d_bytes_per_second
+    assert seconds == pytest.approx(load_seconds, rel=0.01)
+    assert simulate(problem, plan_of(problem, text)).slots[0].seconds == pytest.approx(
+        load_seconds, rel=0.01
+    )
 
 
 def test_in_a_session_it_stays_on_the_secondary() -> None:
-    of = case(runs=2)
-    plan, device = plan_of(of, SESSION), device_of(of)
+    problem = case(runs=2)
+    plan, device = plan_of(problem, SESSION), device_of(problem)
     (secondary,) = device.secondaries
-    host = Host(modules(), of, device)
-    with Session(solution_of(of, plan), host, device) as session:
-        for moved in (True, False):
+    host = Host(modules(), problem, device)
+    with PlanSession(solution_of(problem, plan), host, device) as session:
+        for has_moved in (True, False):
             trace = session.run(lambda: calls_to(host.modules, CALLS, device.torch_device))
             assert torch.equal(trace.outputs["x"], plain(modules(), CALLS))
-            assert bool(trace.moved_bytes) == moved
-            assert secondary.allocated_bytes == of.component("b").weight_bytes()
+            assert bool(trace.moved_bytes) == has_moved
+            assert secondary.allocated_bytes == problem.component("b").weight_bytes()
     assert device.allocated_bytes == secondary.allocated_bytes == 0
 
 
 def test_the_cap_of_the_secondary_holds() -> None:
-    of = case(secondary_bytes=case().component("b").weight_bytes() + ACTIVATION_BYTES + PASSED)
-    assert check(of, plan_of(of, TEXT)) == ()
-    less = replace(
-        of,
-        secondaries=(replace(of.secondaries[0], budget_bytes=of.secondaries[0].budget_bytes - 1),),
+    problem = case(secondary_bytes=case().component("b").weight_bytes() + ACTIVATION_BYTES + PASSED)
+    assert check(problem, plan_of(problem, TEXT)) == ()
+    tight_problem = replace(
+        problem,
+        secondaries=(
+            replace(problem.secondaries[0], budget_bytes=problem.secondaries[0].budget_bytes - 1),
+        ),
     )
-    assert [violation.rule for violation in check(less, plan_of(less, TEXT))] == ["secondary"] * 2
-    device, own = device_of(of), modules()
-    own["b"].inside = lambda x: x.new_empty(1 << 20)  # more than was traced
-    with pytest.raises(OutOfMemory, match="s1/0:b first: .* sim:1 has a capacity of") as caught:
-        run(of, plan_of(of, TEXT), Host(own, of, device), device, CALLS)
-    assert (caught.value.secondary, caught.value.phase, caught.value.part) == (1, "s1/0:b", "first")
+    assert [violation.rule for violation in check(tight_problem, plan_of(tight_problem, TEXT))] == [
+        "secondary"
+    ] * 2
+    device, own = device_of(problem), modules()
+    own["b"].callback = lambda x: x.new_empty(1 << 20)  # more than was traced
+    with pytest.raises(OutOfMemory, match="s1/0:b first: .* sim:1 has a capacity of") as error_info:
+        run(problem, plan_of(problem, TEXT), Host(own, problem, device), device, CALLS)
+    assert (error_info.value.secondary, error_info.value.phase, error_info.value.part) == (
+        1,
+        "s1/0:b",
+        "first",
+    )
     assert device.allocated_bytes == device.secondaries[0].allocated_bytes == 0
     assert all(map(untouched, own.values()))
 
@@ -177,22 +189,24 @@ def test_the_cap_of_the_secondary_holds() -> None:
 def test_after_an_error_at_any_allocation_or_copy_nothing_is_left(
     fault: str, number: int, step: int
 ) -> None:
-    of, own = case(), modules()
-    device = device_of(of)
-    host, machine = Host(own, of, device), device.every[number].machine
+    problem, own = case(), modules()
+    device = device_of(problem)
+    host, machine = Host(own, problem, device), device.all_devices[number].machine
     expected = plain(modules(), CALLS)
-    run(of, plan_of(of, TEXT), host, device, CALLS)
+    run(problem, plan_of(problem, TEXT), host, device, CALLS)
     count = (
         machine.allocations
         if fault == "fail_allocation"
         else machine.copies_in + machine.copies_out + CROSSINGS
     )
     assert count > 10
-    for at in range(1, count + 1, step):
-        setattr(machine, fault, at)
-        with pytest.raises((OutOfMemory, TransferFailed)) as caught:
-            run(of, plan_of(of, TEXT), host, device, CALLS)
-        assert getattr(caught.value, "secondary", number) == number
-        assert [each.allocated_bytes for each in device.every] == [0, 0]
+    for number_at_fault in range(1, count + 1, step):
+        setattr(machine, fault, number_at_fault)
+        with pytest.raises((OutOfMemory, TransferFailed)) as error_info:
+            run(problem, plan_of(problem, TEXT), host, device, CALLS)
+        assert getattr(error_info.value, "secondary", number) == number
+        assert [accelerator.allocated_bytes for accelerator in device.all_devices] == [0, 0]
         assert all(map(untouched, own.values()))
-    assert torch.equal(run(of, plan_of(of, TEXT), host, device, CALLS).outputs["x"], expected)
+    assert torch.equal(
+        run(problem, plan_of(problem, TEXT), host, device, CALLS).outputs["x"], expected
+    )

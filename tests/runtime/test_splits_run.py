@@ -12,11 +12,11 @@ from small_component import (
     ROWS,
     WIDTH,
     Small,
-    hardware,
     plain,
     plan_of,
-    problem,
     run,
+    small_hardware,
+    small_problem,
     untouched,
     use,
 )
@@ -29,7 +29,7 @@ from graphrun.runtime.host import Host
 from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
 
-ON, HELPER = hardware(), hardware(h2d=5e8, flops=5e10)
+ON, HELPER = small_hardware(), small_hardware(h2d=5e8, flops=5e10)
 CALLS = ["a", "a"]
 PASSED = ROWS * WIDTH * 4
 SPLIT = "    split a device1 wide[3] thin[0-2]\n"
@@ -43,7 +43,7 @@ WHOLE = f"""{SPLIT}
     slot end
       evict a all
 """
-KEPT = "remainder[0] wide[0] wide@1[0] thin@1[0-2]"
+KEPT = "unblocked[0] wide[0] wide@1[0] thin@1[0-2]"
 STREAMED = f"""{SPLIT}
     slot s0/0:a load
       load a {KEPT} from pinned
@@ -63,96 +63,104 @@ TWO = WHOLE.replace(SPLIT, "    split a device1 wide[1]\n    split a device2 wid
 def case(*secondary_bytes: int) -> Problem:
     """``a`` may be split over secondary devices that compute and copy half as fast as the
     device."""
-    passed = (LiveTensor(PASSED, n, (n + 1 if n < 10 else 0,)) for n in range(11))
-    of = problem(
+    live_tensors = (LiveTensor(PASSED, n, (n + 1 if n < 10 else 0,)) for n in range(11))
+    problem = small_problem(
         {"a": Small()},
-        [[replace(use("a", 2, ON), transfer=(PASSED, PASSED), live_tensors=tuple(passed))]],
+        [[replace(use("a", 2, ON), transfer=(PASSED, PASSED), live_tensors=tuple(live_tensors))]],
         ON,
     )
-    (a,) = of.components
+    (a,) = problem.components
     loads = tuple(2 * seconds for seconds in a.variants[0].load_seconds)
     secondaries = tuple(Secondary(HELPER, nbytes) for nbytes in secondary_bytes or (1 << 30,))
     half = replace(a.variants[0], streamable=False, slowdown=2.0, load_seconds=loads)
-    there = (replace(half, device=f"device{number}") for number in range(1, len(secondaries) + 1))
+    secondary_variants = (
+        replace(half, device=f"device{number}") for number in range(1, len(secondaries) + 1)
+    )
     return replace(
-        of, components=(replace(a, variants=(a.variants[0], *there)),), secondaries=secondaries
+        problem,
+        components=(replace(a, variants=(a.variants[0], *secondary_variants)),),
+        secondaries=secondaries,
     )
 
 
-def planned(of: Problem, text: str) -> tuple[object, SimulatedDevice]:
-    device = open_device(of, check_ordering=True)
+def planned(problem: Problem, text: str) -> tuple[object, SimulatedDevice]:
+    device = open_device(problem, check_ordering=True)
     assert isinstance(device, SimulatedDevice)
-    return plan_of(of, "    variant a float32 pinned device\n" + text), device
+    return plan_of(problem, "    variant a float32 pinned device\n" + text), device
 
 
 @pytest.mark.parametrize("text", [WHOLE, STREAMED], ids=["resident", "streamed"])
 def test_blocks_on_the_secondary_give_the_same_bits_in_the_planned_time(text: str) -> None:
-    of, own = case(), {"a": Small()}
-    plan, device = planned(of, text)
-    assert check(of, plan) == ()
+    problem, own = case(), {"a": Small()}
+    plan, device = planned(problem, text)
+    assert check(problem, plan) == ()
     (secondary,) = device.secondaries
-    seen: list[str] = []
+    devices: list[str] = []
     blocks = [own["a"].get_submodule(path) for path in ("wide.2", "wide.3", "thin.2", "thin.3")]
     hooks = [
-        block.register_forward_pre_hook(lambda _, args: seen.append(str(args[0].device)))
+        block.register_forward_pre_hook(lambda _, args: devices.append(str(args[0].device)))
         for block in blocks
     ]
-    trace = run(of, plan, Host(own, of, device), device, CALLS)
+    trace = run(problem, plan, Host(own, problem, device), device, CALLS)
     for hook in hooks:
         hook.remove()
     assert torch.equal(trace.outputs["x"], plain({"a": Small()}, CALLS))
     # hooks of the caller run before the copy
-    assert seen == ["sim:0", "sim:0", "sim:1", "sim:0"] * 2
-    simulated = simulate(of, plan)
+    assert devices == ["sim:0", "sim:0", "sim:1", "sim:0"] * 2
+    simulated = simulate(problem, plan)
     assert trace.seconds == pytest.approx(simulated.seconds, rel=0.01)
     assert trace.moved_bytes == simulated.moved_bytes
     assert secondary.machine.bytes_across == device.machine.bytes_across == 2 * PASSED
-    for slot, measured in zip(simulated.slots, trace.slots, strict=True):
-        assert measured.secondary_peaks[0] <= slot.secondary_peaks[0]
-        assert measured.peak_bytes <= slot.peak_bytes
+    for slot, actual in zip(simulated.slots, trace.slots, strict=True):
+        assert actual.secondary_peaks[0] <= slot.secondary_peaks[0]
+        assert actual.peak_bytes <= slot.peak_bytes
     assert simulated.slots[0].secondary_peaks[0] > 0
     assert device.allocated_bytes == secondary.allocated_bytes == 0
     assert all(map(untouched, own.values()))
 
 
 def test_blocks_on_two_secondaries_give_the_same_bits_in_the_planned_time() -> None:
-    of, own = case(1 << 30, 1 << 30), {"a": Small()}
-    plan, device = planned(of, TWO)
-    assert check(of, plan) == ()
-    trace = run(of, plan, Host(own, of, device), device, CALLS)
+    problem, own = case(1 << 30, 1 << 30), {"a": Small()}
+    plan, device = planned(problem, TWO)
+    assert check(problem, plan) == ()
+    trace = run(problem, plan, Host(own, problem, device), device, CALLS)
     assert torch.equal(trace.outputs["x"], plain({"a": Small()}, CALLS))
-    simulated = simulate(of, plan)
+    simulated = simulate(problem, plan)
     assert trace.seconds == pytest.approx(simulated.seconds, rel=0.01)
     assert trace.moved_bytes == simulated.moved_bytes
-    assert [each.machine.bytes_across for each in device.every] == [
+    assert [accelerator.machine.bytes_across for accelerator in device.all_devices] == [
         4 * PASSED,
         2 * PASSED,
         2 * PASSED,
     ]
-    for slot, measured in zip(simulated.slots, trace.slots, strict=True):
+    for slot, actual in zip(simulated.slots, trace.slots, strict=True):
         assert all(
-            peak <= most
-            for peak, most in zip(measured.secondary_peaks, slot.secondary_peaks, strict=True)
+            peak <= peak_limit
+            for peak, peak_limit in zip(actual.secondary_peaks, slot.secondary_peaks, strict=True)
         )
     assert min(simulated.slots[0].secondary_peaks) > 0
-    assert [each.allocated_bytes for each in device.every] == [0, 0, 0]
+    assert [accelerator.allocated_bytes for accelerator in device.all_devices] == [0, 0, 0]
     assert all(map(untouched, own.values()))
 
 
 def test_the_cap_of_the_secondary_holds() -> None:
-    of = case()
-    needed = simulate(of, planned(of, WHOLE)[0]).slots[1].secondary_peaks[0]
-    enough, less = case(needed), case(needed - 1)
-    assert check(enough, planned(enough, WHOLE)[0]) == ()
-    assert {violation.rule for violation in check(less, planned(less, WHOLE)[0])} == {"secondary"}
+    roomy_problem = case()
+    peak_bytes = (
+        simulate(roomy_problem, planned(roomy_problem, WHOLE)[0]).slots[1].secondary_peaks[0]
+    )
+    exact_problem, tight_problem = case(peak_bytes), case(peak_bytes - 1)
+    assert check(exact_problem, planned(exact_problem, WHOLE)[0]) == ()
+    assert {
+        violation.rule for violation in check(tight_problem, planned(tight_problem, WHOLE)[0])
+    } == {"secondary"}
     own = {"a": Small()}
-    plan, device = planned(enough, WHOLE)
+    plan, device = planned(exact_problem, WHOLE)
     # takes more than was traced
     own["a"].thin[1].register_forward_hook(lambda _, __, x: x + x.new_zeros(1 << 20).sum())
-    with pytest.raises(OutOfMemory, match="sim:1 has a capacity of") as caught:
-        run(enough, plan, Host(own, enough, device), device, CALLS)
-    assert (caught.value.secondary, caught.value.part) == (1, "first")
-    assert [each.allocated_bytes for each in device.every] == [0, 0]
+    with pytest.raises(OutOfMemory, match="sim:1 has a capacity of") as error_info:
+        run(exact_problem, plan, Host(own, exact_problem, device), device, CALLS)
+    assert (error_info.value.secondary, error_info.value.part) == (1, "first")
+    assert [accelerator.allocated_bytes for accelerator in device.all_devices] == [0, 0]
 
 
 @pytest.mark.parametrize("step", sampled((1, 37), (37,), "faults"))
@@ -168,23 +176,23 @@ def test_the_cap_of_the_secondary_holds() -> None:
 def test_after_an_error_at_any_allocation_or_copy_nothing_is_left(
     fault: str, text: str, number: int, step: int
 ) -> None:
-    of, own = case(*[1 << 30] * (2 if text == TWO else 1)), {"a": Small()}
-    plan, device = planned(of, text)
-    host, machine = Host(own, of, device), device.every[number].machine
-    run(of, plan, host, device, CALLS)
+    problem, own = case(*[1 << 30] * (2 if text == TWO else 1)), {"a": Small()}
+    plan, device = planned(problem, text)
+    host, machine = Host(own, problem, device), device.all_devices[number].machine
+    run(problem, plan, host, device, CALLS)
     count = (
         machine.allocations
         if fault == "fail_allocation"
         else machine.copies_in + machine.copies_out + 4
     )
     assert count > 4
-    for at in range(1, count + 1, step):
-        setattr(machine, fault, at)
-        with pytest.raises((OutOfMemory, TransferFailed)) as caught:
-            run(of, plan, host, device, CALLS)
-        assert getattr(caught.value, "secondary", number) == number
-        assert not any(each.allocated_bytes for each in device.every)
+    for number_at_fault in range(1, count + 1, step):
+        setattr(machine, fault, number_at_fault)
+        with pytest.raises((OutOfMemory, TransferFailed)) as error_info:
+            run(problem, plan, host, device, CALLS)
+        assert getattr(error_info.value, "secondary", number) == number
+        assert not any(accelerator.allocated_bytes for accelerator in device.all_devices)
         assert all(map(untouched, own.values()))
     assert torch.equal(
-        run(of, plan, host, device, CALLS).outputs["x"], plain({"a": Small()}, CALLS)
+        run(problem, plan, host, device, CALLS).outputs["x"], plain({"a": Small()}, CALLS)
     )

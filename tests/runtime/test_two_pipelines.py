@@ -29,49 +29,51 @@ class Refined(TinyPipeline):
 
     def by_hand(self) -> Any:
         """The picture of diffusers' two pipelines."""
-        of, parts = (
+        modules, parts = (
             self.modules,
             {name: build_part(part, self.graph) for name, part in self.graph.parts.items()},
         )
-        both = {
-            "text_encoder_2": of["text_encoder_2"],
-            "vae": of["vae"],
+        outputs = {
+            "text_encoder_2": modules["text_encoder_2"],
+            "vae": modules["vae"],
             "tokenizer_2": parts["tokenizer_2"],
             "add_watermarker": False,
         }
         base = StableDiffusionXLPipeline(
-            **both,
-            text_encoder=of["text_encoder"],
+            **outputs,
+            text_encoder=modules["text_encoder"],
             tokenizer=parts["tokenizer"],
-            unet=of["unet"],
+            unet=modules["unet"],
             scheduler=type(parts["scheduler"]).from_config(parts["scheduler"].config),
         )
         refiner = StableDiffusionXLImg2ImgPipeline(
-            **both,
+            **outputs,
             text_encoder=None,
             tokenizer=None,
-            unet=of["refiner"],
+            unet=modules["refiner"],
             scheduler=parts["scheduler"],
             requires_aesthetics_score=True,
             force_zeros_for_empty_prompt=False,
         )
         for pipe in (base, refiner):
             pipe.set_progress_bar_config(disable=True)
-        given = {key: self.inputs[key] for key in ("prompt", "negative_prompt", "guidance_scale")}
-        given["num_inference_steps"] = self.inputs["steps"]
+        arguments = {
+            key: self.inputs[key] for key in ("prompt", "negative_prompt", "guidance_scale")
+        }
+        arguments["num_inference_steps"] = self.inputs["steps"]
         size = {"height": self.inputs["height"], "width": self.inputs["width"]}
         first = {
             "generator": torch.Generator().manual_seed(3),
             "denoising_end": 0.8,
             "output_type": "latent",
         }
-        latents = base(**given, **size, **first).images
+        latents = base(**arguments, **size, **first).images
         second = {
             "generator": torch.Generator().manual_seed(3),
             "denoising_start": 0.8,
             "image": latents,
         }
-        return refiner(**given, **second).images[0]
+        return refiner(**arguments, **second).images[0]
 
 
 @pytest.mark.long
@@ -93,7 +95,7 @@ def test_base_and_refiner_run_where_neither_fits_beside_the_other(
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         (
             "    pipeline: refiner",
@@ -109,19 +111,19 @@ def test_base_and_refiner_run_where_neither_fits_beside_the_other(
     ],
 )
 def test_a_wrong_pipeline_is_said_with_its_line(
-    edited: Callable[..., Any], old: str, new: str, said: str
+    edit_graph: Callable[..., Any], old: str, new: str, message: str
 ) -> None:
-    with pytest.raises(GraphError, match=said):
-        edited("sdxl-refined-tiny", (old, new))
+    with pytest.raises(GraphError, match=message):
+        edit_graph("sdxl-refined-tiny", (old, new))
 
 
-def test_a_further_pipeline_is_in_the_graphs_digest(edited: Callable[..., Any]) -> None:
-    before = edited("sdxl-refined-tiny").digest
-    assert edited("sdxl-refined-tiny").digest == before
+def test_a_further_pipeline_is_in_the_graphs_digest(edit_graph: Callable[..., Any]) -> None:
+    digest = edit_graph("sdxl-refined-tiny").digest
+    assert edit_graph("sdxl-refined-tiny").digest == digest
     assert (
-        edited(
+        edit_graph(
             "sdxl-refined-tiny",
             ("requires_aesthetics_score: true", "requires_aesthetics_score: false"),
         ).digest
-        != before
+        != digest
     )

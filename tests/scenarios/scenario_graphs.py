@@ -23,7 +23,7 @@ from graphrun.modules.build import build, build_part
 from graphrun.ops.pipeline import assemble
 from graphrun.profile.dry_run import probe
 from graphrun.profile.hardware import simulated
-from graphrun.profile.problems import Limits, problem_of
+from graphrun.profile.problems import ProblemLimits, problem_of
 from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.host import Host
 from graphrun.runtime.recovery import execute
@@ -48,9 +48,11 @@ parts:
     class: transformers.PreTrainedTokenizerFast
     file: tokenizers/bytes.json
     config: {model_max_length: 256, pad_token: <pad>, bos_token: <s>, eos_token: </s>}
-  scheduler: {class: diffusers.FlowMatchEulerDiscreteScheduler, config: configs/plain-flow-scheduler.json}
+  scheduler: {class: diffusers.FlowMatchEulerDiscreteScheduler,
+              config: configs/plain-flow-scheduler.json}
 stages:
-  encode: {op: encode_prompt, uses: [text_encoder], with: {prompt: $prompt, guidance_scale: $guidance_scale}}
+  encode: {op: encode_prompt, uses: [text_encoder],
+           with: {prompt: $prompt, guidance_scale: $guidance_scale}}
 outputs: {embeds: $encode.embeds}
 """
 
@@ -69,7 +71,7 @@ class Encoding:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.inputs = graph.resolve({})
-        self._probed = probe(graph, self.inputs)
+        self._dry_run = probe(graph, self.inputs)
         self.modules: dict[str, nn.Module] = {
             n: build(c, graph) for n, c in graph.components.items()
         }
@@ -79,13 +81,15 @@ class Encoding:
         self.host = Host.of_graph(graph, self.ample, self.device, self.modules)
 
     def within(self, budget_bytes: int, *, by_layer: bool = False) -> Problem:
-        found = problem_of(
-            self.graph, self._probed, simulated(), Limits(budget_bytes, AMPLE), self.inputs
+        problem = problem_of(
+            self.graph, self._dry_run, simulated(), ProblemLimits(budget_bytes, AMPLE), self.inputs
         )
         return (
-            found
+            problem
             if by_layer
-            else replace(found, components=tuple(replace(c, layers=None) for c in found.components))
+            else replace(
+                problem, components=tuple(replace(c, layers=None) for c in problem.components)
+            )
         )
 
     def smallest(self) -> Problem:
@@ -109,20 +113,20 @@ def encode(pipeline: Any, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
     """What the pipeline's own ``encode_prompt`` returns, with classifier-free guidance, on the
     host."""
     with torch.no_grad():
-        found = pipeline.encode_prompt(
+        outputs = pipeline.encode_prompt(
             inputs["prompt"], do_classifier_free_guidance=True, **_length(inputs)
         )
-    return [tensor.cpu() for tensor in found]
+    return [tensor.cpu() for tensor in outputs]
 
 
 def _length(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: inputs[name] for name in ("max_sequence_length",) if name in inputs}
 
 
-def equal(one: Mapping[str, torch.Tensor], other: list[torch.Tensor]) -> bool:
+def equal(embeds: Mapping[str, torch.Tensor], other: list[torch.Tensor]) -> bool:
     """The same tensors, bit for bit."""
-    return len(one) == len(other) and all(
-        torch.equal(a, b) for a, b in zip(one.values(), other, strict=True)
+    return len(embeds) == len(other) and all(
+        torch.equal(a, b) for a, b in zip(embeds.values(), other, strict=True)
     )
 
 
@@ -132,10 +136,10 @@ def offloaded(pipeline: Any, tool: str = "model offload") -> Iterator[sim.Machin
     the simulated accelerator."""
     plain = type(pipeline).__mro__[1]
     pipeline.__class__ = plain  # without the device override of `assemble`
-    on = Sim(None)
-    with on.open(), torch.no_grad():
-        TOOLS[f"diffusers {tool}"].put(pipeline, Cell(on.device, None, None, 0))
-        yield on.machine
+    device = Sim(None)
+    with device.open(), torch.no_grad():
+        TOOLS[f"diffusers {tool}"].put(pipeline, Cell(device.device, None, None, 0))
+        yield device.machine
         pipeline.remove_all_hooks()
 
 
@@ -144,20 +148,20 @@ class Pages:
     before, after, and allocated."""
 
     def __init__(self, machine: sim.Machine) -> None:
-        self.reserved, self.trims = Caching(), list[tuple[int, int, int]]()
+        self.allocator, self.trims = Caching(), list[tuple[int, int, int]]()
         self._machine = machine
         machine.listener = self
 
     def allocated(self, key: int, nbytes: int) -> None:
-        self.reserved.allocate(key, nbytes)
+        self.allocator.allocate(key, nbytes)
 
     def freed(self, key: int) -> None:
-        self.reserved.release(key)
+        self.allocator.release(key)
 
     def trim(self, *_: Any) -> None:
-        before = self.reserved.used_bytes
-        self.reserved.trim()
-        self.trims.append((before, self.reserved.used_bytes, self._machine.allocated_bytes))
+        used_bytes = self.allocator.used_bytes
+        self.allocator.trim()
+        self.trims.append((used_bytes, self.allocator.used_bytes, self._machine.allocated_bytes))
 
 
 def nbytes(*modules: nn.Module) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from scenario_graphs import GRAPHS
-from small_component import Small, device_of, hardware, problem, run, use
+from small_component import Small, device_of, run, small_hardware, small_problem, use
 from torch import nn
 
 from graphrun import sim
@@ -68,30 +68,30 @@ class Encoder:
         blocks = tuple(f"encoder.block.{i}" for i in range(len(self.module.encoder.block)))
         layouts = lay_out(self.module, ["", *blocks])
         sizes = tuple(round_up(layouts[path].nbytes, ALLOCATION_BYTES) for path in ("", blocks[0]))
-        on = hardware()
+        hardware = small_hardware()
         groups = (BlockGroup("unblocked", ("",), False), BlockGroup("block", blocks, True))
-        loads = tuple(size / on.h2d_bytes_per_second for size in sizes)
+        loads = tuple(size / hardware.h2d_bytes_per_second for size in sizes)
         host_bytes = sizes[0] + len(blocks) * sizes[1]
         variant = Variant(precision, "pinned", "device", sizes, loads, host_bytes)
         phase = PhaseNumbers("s", 0, (Use("te", 2, (2, 2), (0.0, 0.0)),), 1 << 20, 8 << 20, 8 << 20)
         numbers = ComponentNumbers("te", 0, groups, (variant,))
-        self.problem = Problem("small", "0", (), on, 1 << 30, 1 << 40, (numbers,), (phase,))
+        self.problem = Problem("small", "0", (), hardware, 1 << 30, 1 << 40, (numbers,), (phase,))
         self.device = SimulatedDevice(sim.Machine())
         self.host = Host({"te": self.module}, self.problem, self.device, {"te": writer})
         self.ring_buffer, self.sizes, self.paths = 2 * sizes[1], sizes, blocks_of(numbers, None)
         self.tokens = torch.arange(32).reshape(1, 32)
 
     def plan(self, streamed: bool) -> Plan:
-        stream = f"stream te keep remainder[0] ring buffer {self.ring_buffer} B" if streamed else ""
+        stream = f"stream te keep unblocked[0] ring buffer {self.ring_buffer} B" if streamed else ""
         return parse(
             f"plan {self.problem.digest}\n"
-            + TEXT.format(kept="remainder[0]" if streamed else "all", stream=stream)
+            + TEXT.format(kept="unblocked[0]" if streamed else "all", stream=stream)
         )
 
     def work(self) -> dict[str, torch.Tensor]:
         for _ in range(2):
-            out = self.host.modules["te"](self.tokens.to(self.device.torch_device))[0]
-        return {"x": out.cpu()}
+            output = self.host.modules["te"](self.tokens.to(self.device.torch_device))[0]
+        return {"x": output.cpu()}
 
     def run(self, streamed: bool = False) -> Trace:
         return follow(
@@ -114,30 +114,34 @@ def test_s1_1_what_cannot_move_is_in_every_later_slot_planned_and_measured() -> 
     """As int8 modules were before bitsandbytes 0.48. The same with one that moves: it is gone when
     the next one runs."""
     modules = {"a": Small(), "b": Small(1)}
-    plain = problem(modules, [[use("a", 1, hardware())], [use("b", 2, hardware())]])
+    plain = small_problem(
+        modules, [[use("a", 1, small_hardware())], [use("b", 2, small_hardware())]]
+    )
     size = plain.components[0].weight_bytes()
     stuck = replace(
         plain.components[0], variants=(replace(plain.components[0].variants[0], movable=False),)
     )
     pinned = replace(plain, components=(stuck, plain.components[1]))
-    least = [smallest_budget(of) for of in (plain, pinned)]
-    assert least[1] == least[0] + size
-    for of, later in (
-        (replace(plain, budget_bytes=least[1] - 1), 0),
-        (replace(pinned, budget_bytes=least[1]), size),
+    minimum_budgets = [smallest_budget(problem) for problem in (plain, pinned)]
+    assert minimum_budgets[1] == minimum_budgets[0] + size
+    for budget_problem, resident_bytes in (
+        (replace(plain, budget_bytes=minimum_budgets[1] - 1), 0),
+        (replace(pinned, budget_bytes=minimum_budgets[1]), size),
     ):
-        plan, device = solve(of).plan, device_of(of)
-        planned = simulate(of, plan)
-        trace = run(of, plan, Host(modules, of, device), device, ["a", "b", "b"])
+        plan, device = solve(budget_problem).plan, device_of(budget_problem)
+        simulation = simulate(budget_problem, plan)
+        trace = run(
+            budget_problem, plan, Host(modules, budget_problem, device), device, ["a", "b", "b"]
+        )
         slots = [number for number, slot in enumerate(plan.slots) if slot.phase.startswith("s1/0")]
         assert all(
-            (planned.slots[number].resident_bytes >= later)
-            and (trace.slots[number].peak_bytes >= later)
+            (simulation.slots[number].resident_bytes >= resident_bytes)
+            and (trace.slots[number].peak_bytes >= resident_bytes)
             for number in slots
         )
         assert trace.left_bytes == device.allocated_bytes == 0
     with pytest.raises(Infeasible):
-        solve(replace(pinned, budget_bytes=least[1] - 1))
+        solve(replace(pinned, budget_bytes=minimum_budgets[1] - 1))
 
 
 def test_s1_2_release_returns_the_device_to_its_baseline(encoder: Encoder) -> None:
@@ -150,35 +154,37 @@ def test_s1_2_release_returns_the_device_to_its_baseline(encoder: Encoder) -> No
 def test_s1_2_a_second_owner_of_a_weights_bytes_is_named_with_them(encoder: Encoder) -> None:
     layer = encoder.module.encoder.block[1].layer[0].SelfAttention.q
     hook = layer.register_forward_hook(
-        lambda module, args, out: setattr(module, "kept", module.weight.detach())
+        lambda module, args, output: setattr(module, "kept", module.weight.detach())
     )
     nbytes = round_up(
         encoder.host.residencies["te"].buffer_bytes("encoder.block.1"), ALLOCATION_BYTES
     )
     try:
-        with pytest.raises(BrokenPlan, match="stayed on the device after the run") as caught:
+        with pytest.raises(BrokenPlan, match="stayed on the device after the run") as error_info:
             encoder.run()
     finally:
         hook.remove()
-    assert "te.encoder.block.1.layer.0.SelfAttention.q.kept (" in str(caught.value)
+    assert "te.encoder.block.1.layer.0.SelfAttention.q.kept (" in str(error_info.value)
     assert encoder.device.allocated_bytes == nbytes
     del layer.kept
     assert encoder.device.allocated_bytes == 0
 
 
 def test_s1_3_aliases_are_counted_once_and_go_together(encoder: Encoder) -> None:
-    loaded = sum(
+    loaded_bytes = sum(
         round_up(encoder.host.residencies["te"].buffer_bytes(path), ALLOCATION_BYTES)
         for path in encoder.paths
     )
     trace = encoder.run()
-    assert trace.slots[0].peak_bytes == loaded + TOKENS_BYTES
+    assert trace.slots[0].peak_bytes == loaded_bytes + TOKENS_BYTES
     linear = encoder.plain.encoder.block[0].layer[0].SelfAttention.q.weight
     layer = encoder.module.encoder.block[0].layer[0].SelfAttention.q
     layout = lay_out(nn.ModuleList([layer]), [])[""]
     precision = encoder.precision
-    wanted = linear.numel() if precision == "fp8" else sum(layer_tensors(*linear.shape, precision))
-    assert sum(entry.nbytes for entry in layout.entries) == wanted
+    expected_bytes = (
+        linear.numel() if precision == "fp8" else sum(layer_tensors(*linear.shape, precision))
+    )
+    assert sum(entry.nbytes for entry in layout.entries) == expected_bytes
 
 
 def test_s1_4_its_size_is_measured_again_after_the_first_call(encoder: Encoder) -> None:
@@ -190,8 +196,8 @@ def test_s1_4_its_size_is_measured_again_after_the_first_call(encoder: Encoder) 
         hook.remove()
     sizes = [event for event in trace.events if event.kind == "size"]
     assert [(event.component, event.detail) for event in sizes] == [("te", "after its first call")]
-    grown = sizes[0].nbytes - (trace.slots[0].peak_bytes - TOKENS_BYTES)
-    assert grown == (1024 if encoder.precision == "int8" else 0), (
+    added_bytes = sizes[0].nbytes - (trace.slots[0].peak_bytes - TOKENS_BYTES)
+    assert added_bytes == (1024 if encoder.precision == "int8" else 0), (
         "8-bit layers keep the columns of their last call's outliers"
     )
     assert encoder.device.allocated_bytes == 0, "until they are evicted"
@@ -202,19 +208,19 @@ def test_s1_a_module_quantized_elsewhere_may_be_passed_in(encoder: Encoder) -> N
     if precision == "fp8":
         pytest.skip("a layer of graphrun's own")
     expected = encoder.run().outputs["x"]
-    given = quantized_by_bitsandbytes(build_again(), precision)
-    host = Host({"te": given}, encoder.problem, encoder.device)
+    module = quantized_by_bitsandbytes(build_again(), precision)
+    host = Host({"te": module}, encoder.problem, encoder.device)
 
     def work() -> dict[str, torch.Tensor]:
         for _ in range(2):
-            out = host.modules["te"](encoder.tokens.to(encoder.device.torch_device))[0]
-        return {"x": out.cpu()}
+            output = host.modules["te"](encoder.tokens.to(encoder.device.torch_device))[0]
+        return {"x": output.cpu()}
 
     trace = follow(solution_of(encoder.problem, encoder.plan(True)), host, encoder.device, work)
     assert torch.equal(trace.outputs["x"], expected)
     assert encoder.device.allocated_bytes == 0
     with torch.no_grad():
-        assert torch.isfinite(given(encoder.tokens)[0]).all(), "it is its owner's again"
+        assert torch.isfinite(module(encoder.tokens)[0]).all(), "it is its owner's again"
 
 
 def build_again() -> nn.Module:

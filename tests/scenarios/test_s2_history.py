@@ -20,7 +20,7 @@ from graphrun.model.problem import Problem
 from graphrun.modules.build import build
 from graphrun.profile.dry_run import probe
 from graphrun.profile.hardware import simulated
-from graphrun.profile.problems import Limits, problem_of
+from graphrun.profile.problems import ProblemLimits, problem_of
 from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.executor import follow, stages_for
 from graphrun.runtime.host import Host
@@ -49,15 +49,15 @@ def film(tmp_path_factory: pytest.TempPathFactory) -> tuple[Graph, dict[str, Any
 
 
 def least(film: tuple[Graph, dict[str, Any], Any]) -> Problem:
-    graph, inputs, probed = film
-    ample = problem_of(graph, probed, simulated(), Limits(AMPLE, AMPLE), inputs)
+    graph, inputs, dry_run = film
+    ample = problem_of(graph, dry_run, simulated(), ProblemLimits(AMPLE, AMPLE), inputs)
     budget = smallest_budget(
         replace(
             ample,
             components=tuple(replace(component, layers=None) for component in ample.components),
         )
     )
-    problem = problem_of(graph, probed, simulated(), Limits(budget, AMPLE), inputs)
+    problem = problem_of(graph, dry_run, simulated(), ProblemLimits(budget, AMPLE), inputs)
     return replace(
         problem,
         components=tuple(replace(component, layers=None) for component in problem.components),
@@ -72,10 +72,10 @@ def plain(modules: dict[str, Any], device: Any = "cpu") -> Staged:
 
 
 def frames(program: Staged) -> torch.Tensor:
-    made: torch.Tensor = program.generate(
+    frames_tensor: torch.Tensor = program.generate(
         "a lighthouse", units=UNITS, generator=torch.Generator().manual_seed(3)
     )
-    return made
+    return frames_tensor
 
 
 def test_s2_5_the_history_grows_and_the_peak_is_that_of_the_longest(
@@ -139,6 +139,6 @@ def test_s2_5_under_offloading_the_peak_grows_with_the_history_and_comes_with_th
             modules[name], hook = cpu_offload_with_hook(modules[name], "sim", hook)
         modules["dit"].register_forward_pre_hook(lambda *_: machine.reset_peak())
         modules["dit"].register_forward_hook(lambda *_: peaks.append(machine.peak_bytes))
-        made = frames(plain(modules, "sim")).cpu()
-    assert torch.equal(made, want)
+        result = frames(plain(modules, "sim")).cpu()
+    assert torch.equal(result, want)
     assert max(peaks) == max(peaks[-STEPS:]) > peaks[0] + nbytes(modules["dit"]) // 100

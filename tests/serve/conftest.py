@@ -66,11 +66,11 @@ class Server:
     def until(self, holds: Callable[[], Any]) -> Any:
         """Waits until ``holds()`` is true, and returns it."""
         deadline = time.monotonic() + 900
-        while not (found := _quietly(holds)):
+        while not (result := _quietly(holds)):
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.2)
-        return found
+        return result
 
     def stop(self) -> int:
         """Sends SIGTERM and returns the exit status."""
@@ -116,8 +116,8 @@ def serving(
         )
     server = Server(process, "", folder / "log", httpx.Client())
     try:
-        found = server.until(lambda: re.search(r"on (http://\S+)", server.log.read_text()))
-        server.url = found[1]
+        match = server.until(lambda: re.search(r"on (http://\S+)", server.log.read_text()))
+        server.url = match[1]
         server.client = httpx.Client(
             base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=300
         )
@@ -125,8 +125,8 @@ def serving(
         yield server
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
-            for each in [*psutil.Process(process.pid).children(recursive=True), process]:
-                each.kill()
+            for child in [*psutil.Process(process.pid).children(recursive=True), process]:
+                child.kill()
         process.wait()
 
 
@@ -152,7 +152,7 @@ async def port_of(
     *,
     buffer_bytes: int | None = None,
     bounds: Mapping[str, float] | None = None,
-    **changed: Any,
+    **overrides: Any,
 ) -> AsyncIterator[Port]:
     """A port whose deadlines are an hour off but for ``bounds``. ``changed``: of its settings.
     Everything ends after 10 s."""
@@ -165,12 +165,12 @@ async def port_of(
     settings = Settings(
         (Path("flux-tiny"),), (), {}, (), folder, "none", folder, {}, "1", Bounds(**own), keys
     )
-    service: Any = Service(replace(settings, **changed))
+    service: Any = Service(replace(settings, **overrides))
     service._planner = SimpleNamespace(send=lambda *_, **__: None)
     server, listener = http_server(service, host, 0)
     if buffer_bytes is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
-    running = asyncio.ensure_future(server.serve([listener]))
+    task = asyncio.ensure_future(server.serve([listener]))
     try:
         async with asyncio.timeout(10):
             while not server.started:
@@ -180,7 +180,7 @@ async def port_of(
         for connection in list(server.server_state.connections):
             connection.transport.abort()
         server.should_exit = True
-        await running
+        await task
 
 
 @pytest.fixture(name="port_of")

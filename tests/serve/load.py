@@ -46,24 +46,24 @@ class Client(HttpUser):
         if number >= REQUESTS:
             raise StopUser
         shape = random.Random(number + SEED).choice(SHAPES) if number < MIXED else CHEAP
-        asked = {"prompt": f"request {number}", "seed": number, **shape}
-        found: dict[str, Any] = {"number": number, "asked": asked, "statuses": []}
+        request = {"prompt": f"request {number}", "seed": number, **shape}
+        record: dict[str, Any] = {"number": number, "asked": request, "statuses": []}
         while True:
             headers = {"Authorization": f"Bearer {os.environ['KEY']}"}
             with self.client.post(
-                "/v1/images/generations", json=asked, headers=headers, catch_response=True
+                "/v1/images/generations", json=request, headers=headers, catch_response=True
             ) as answer:
-                found["statuses"].append(answer.status_code)
+                record["statuses"].append(answer.status_code)
                 answer.success()
             if answer.status_code not in (429, 503):
                 break
         body = answer.json()
         if answer.status_code == 200:
             picture = Image.open(io.BytesIO(base64.b64decode(body["data"][0]["b64_json"])))
-            found |= {
+            record |= {
                 "made": json.loads(picture.info["graphrun"])["inputs"],
                 "size": picture.size,
                 "figures": body["graphrun"],
             }
         with open(os.environ["RESULTS"], "a") as file:
-            file.write(json.dumps(found) + "\n")
+            file.write(json.dumps(record) + "\n")

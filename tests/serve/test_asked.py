@@ -25,18 +25,20 @@ def flux() -> Any:
 
 
 def test_a_request_is_a_run_per_picture_with_seeds_that_follow_each_other(flux: Any) -> None:
-    asked = asked_of(
+    picture_request = asked_of(
         {"prompt": "a", "n": 2, "size": "64x32", "seed": 7, "steps": 3, "user": "me"},
         flux,
         BOUNDS,
         {},
     )
-    assert [(run["seed"], run["width"], run["height"], run["steps"]) for run in asked.runs] == [
+    assert [
+        (run["seed"], run["width"], run["height"], run["steps"]) for run in picture_request.runs
+    ] == [
         (7, 64, 32, 3),
         (8, 64, 32, 3),
     ]
     assert (
-        asked.shape
+        picture_request.shape
         == asked_of({"prompt": "b", "size": "64x32", "steps": 3}, flux, BOUNDS, {}).shape
     ), "texts and seeds are free"
 
@@ -73,9 +75,9 @@ def test_without_a_seed_pictures_differ(flux: Any) -> None:
 def test_what_is_wrong_is_named(
     flux: Any, body: dict[str, Any], param: str | None, code: str
 ) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(Refused) as refusal:
         asked_of(body, flux, BOUNDS, {})
-    assert (refused.value.status, refused.value.code, refused.value.param) == (422, code, param)
+    assert (refusal.value.status, refusal.value.code, refusal.value.param) == (422, code, param)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +85,9 @@ def test_what_is_wrong_is_named(
     ["nope", "../flux-tiny", "/etc/passwd", "graphs/flux-tiny.yaml", "", 7, ["flux-tiny"], {}],
 )
 def test_an_unknown_model_is_404_with_those_that_are_there(flux: Any, name: Any) -> None:
-    with pytest.raises(Refused, match="models are flux-tiny") as refused:
+    with pytest.raises(Refused, match="models are flux-tiny") as refusal:
         graph_of({"model": name}, {"flux-tiny": flux})
-    assert refused.value.status == 404
+    assert refusal.value.status == 404
 
 
 def test_a_picture_cannot_be_named_by_its_path() -> None:

@@ -56,13 +56,13 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes, bytes]:
 
 async def deaf(port: int, text: bytes) -> socket.socket:
     """A connection over which ``text`` is sent, and nothing read yet."""
-    (found := socket.socket()).setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    found.setblocking(False)
+    (client := socket.socket()).setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.setblocking(False)
     loop = asyncio.get_running_loop()
-    await loop.sock_connect(found, ("127.0.0.1", port))
-    await loop.sock_sendall(found, text)
+    await loop.sock_connect(client, ("127.0.0.1", port))
+    await loop.sock_sendall(client, text)
     await asyncio.sleep(0.01)
-    return found
+    return client
 
 
 async def health(port: int) -> int:
@@ -82,8 +82,8 @@ def test_after_an_answer_before_the_body_the_connection_is_closed(
     async def silent() -> None:
         async with port_of(tmp_path, connections=CONNECTIONS, bounds={"idle_seconds": 0.2}) as port:
             reader, writer = await opened(port.number, text)
-            found, head, _ = await answer(reader)
-            assert (found, b"connection: close" in head) == (status, True)
+            code, head, _ = await answer(reader)
+            assert (code, b"connection: close" in head) == (status, True)
             writer.write(b"1")  # and then nothing
             assert await reader.read() == b""
             await until(lambda: not port.connections)
@@ -102,28 +102,28 @@ def test_after_an_answer_before_the_body_a_bounded_part_of_it_is_read(
 ) -> None:
     """As much as a body may have, so that a client that sends no more gets its answer on every
     system."""
-    most, piece = 2**16, 2**12
+    limit, piece = 2**16, 2**12
     length = (
         b"Transfer-Encoding: chunked\r\n\r\n" if chunked else b"Content-Length: 99999999999\r\n\r\n"
     )
     head, part = (b"1000\r\n", b"\r\n") if chunked else (b"", b"")
 
     async def flood() -> tuple[int, int]:
-        sent = 0
-        async with port_of(tmp_path, connections=CONNECTIONS, bounds={"body_bytes": most}) as port:
+        sent_bytes = 0
+        async with port_of(tmp_path, connections=CONNECTIONS, bounds={"body_bytes": limit}) as port:
             reader, writer = await opened(port.number, POST + KEY + length)
             status, _, _ = await answer(reader)
             with contextlib.suppress(ConnectionError):
-                while sent < 64 * 2**20:
+                while sent_bytes < 64 * 2**20:
                     writer.write(head + b"x" * piece + part)
                     await writer.drain()
-                    sent += piece
+                    sent_bytes += piece
             writer.close()
-            return status, sent
+            return status, sent_bytes
 
-    status, sent = asyncio.run(flood())
+    status, total_bytes = asyncio.run(flood())
     assert status == 415
-    assert most <= sent < 32 * 2**20, "the rest is in buffers of the system"
+    assert limit <= total_bytes < 32 * 2**20, "the rest is in buffers of the system"
 
 
 def test_a_small_body_is_read_after_the_answer_so_that_the_client_gets_it_whole(
@@ -209,14 +209,14 @@ def test_connections_that_wait_for_their_clients_lock_nobody_out(
                 if GET in text:
                     await until(
                         lambda: all(
-                            each.flow.write_paused or each.transport.is_closing()
-                            for each in port.connections
+                            connection.flow.write_paused or connection.transport.is_closing()
+                            for connection in port.connections
                         )
                     )
             assert await asyncio.gather(*(health(port.number) for _ in range(5))) == [200] * 5
             assert len(port.connections) <= CONNECTIONS
-            for each in silent:
-                each.close()
+            for client in silent:
+                client.close()
 
     asyncio.run(attack())
 
@@ -231,8 +231,8 @@ def test_the_connection_that_waits_longest_makes_room(port_of: Any, tmp_path: Pa
             silent += [await deaf(port.number, b"") for _ in range(CONNECTIONS // 2)]
             writer.write(b'{"model": "x"}')
             assert (await answer(reader))[0] == 404
-            for each in silent:
-                each.close()
+            for client in silent:
+                client.close()
 
     asyncio.run(attack())
 
@@ -243,10 +243,11 @@ def test_where_the_server_works_for_all_connections_the_next_one_is_refused(
     async def ask() -> None:
         async with port_of(tmp_path, connections=CONNECTIONS) as port:
             text = POST + KEY + JSON + b'Content-Length: 15\r\n\r\n{"prompt": "a"}'
-            working = [await opened(port.number, text) for _ in range(CONNECTIONS)]
+            busy = [await opened(port.number, text) for _ in range(CONNECTIONS)]
             await until(
                 lambda: (
-                    [each.waits_for_client for each in port.connections] == [False] * CONNECTIONS
+                    [connection.waits_for_client for connection in port.connections]
+                    == [False] * CONNECTIONS
                 )
             )
             reader, _ = await opened(
@@ -256,7 +257,7 @@ def test_where_the_server_works_for_all_connections_the_next_one_is_refused(
             assert (status, json.loads(body)["error"]["code"]) == (503, "busy")
             assert b"retry-after: 5" in head
             assert await reader.read() == b""
-            working.pop()[1].close()
+            busy.pop()[1].close()
             await until(lambda: len(port.connections) < CONNECTIONS)
             assert await health(port.number) == 200
 
@@ -271,12 +272,16 @@ def test_a_client_that_reads_nothing_is_cut_off_and_a_slow_one_gets_everything(
             tmp_path, connections=CONNECTIONS, buffer_bytes=4096, bounds={"idle_seconds": 0.2}
         ) as port:
             with await deaf(port.number, GET * 100):
-                await until(lambda: any(each.flow.write_paused for each in port.connections))
+                await until(
+                    lambda: any(connection.flow.write_paused for connection in port.connections)
+                )
                 await until(lambda: not port.connections)
             with await deaf(port.number, GET * 20) as slow:
-                read, loop = b"", asyncio.get_running_loop()
-                while read.count(b"HTTP/1.1 200") < 20 or not read.endswith(b"}"):
-                    read += await loop.sock_recv(slow, 4096)
+                received_bytes, loop = b"", asyncio.get_running_loop()
+                while received_bytes.count(b"HTTP/1.1 200") < 20 or not received_bytes.endswith(
+                    b"}"
+                ):
+                    received_bytes += await loop.sock_recv(slow, 4096)
                     await asyncio.sleep(0.02)
 
     asyncio.run(read())
@@ -291,10 +296,10 @@ for count in (500, 100, 10**9):
     allow_open_files(count)
     print({limits}[0] == min(max(count, 500), {limits}[1]))
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == ["True"] * 3
+    assert process.stdout.split() == ["True"] * 3
 
 
 @pytest.mark.sweep("serve")
@@ -304,20 +309,20 @@ def test_600_connections_that_fall_silent_leave_the_server_reachable(
     """More than a server has at once by default, each with one byte after an early answer; then a
     body without an end."""
     early = [text for status, text in EARLY.values() if status != 200]
-    with serving(tmp_path, "--idle", "1h") as server, contextlib.ExitStack() as opened:
+    with serving(tmp_path, "--idle", "1h") as server, contextlib.ExitStack() as stack:
         host = httpx.URL(server.url)
         for number in range(600):
-            connection = opened.enter_context(
+            connection = stack.enter_context(
                 socket.create_connection((host.host, host.port), timeout=60)
             )
             connection.sendall(early[number % len(early)].replace(b"a key", b"a key for tests"))
             assert connection.recv(65536).startswith(b"HTTP/1.1 4")
             connection.sendall(b"1")
         assert [httpx.get(f"{server.url}/healthz").status_code for _ in range(20)] == [200] * 20
-        flood, sent = socket.create_connection((host.host, host.port), timeout=60), 0
+        flood, sent_bytes = socket.create_connection((host.host, host.port), timeout=60), 0
         with flood, contextlib.suppress(ConnectionError):
             flood.sendall(EARLY["no JSON, chunked"][1].replace(b"a key", b"a key for tests"))
-            while sent < 256 * 2**20:
+            while sent_bytes < 256 * 2**20:
                 flood.sendall(b"10000\r\n" + b"x" * 2**16 + b"\r\n")
-                sent += 2**16
-        assert 2**20 <= sent < 32 * 2**20
+                sent_bytes += 2**16
+        assert 2**20 <= sent_bytes < 32 * 2**20

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import graphrun
 from graphrun.cli.main import app
-from graphrun.serve.origins import Names, origin_of
+from graphrun.serve.origins import ServerNames, origin_of
 
 KEY = {"Authorization": "Bearer a key"}
 EVIL = "https://evil.example"
@@ -23,27 +23,27 @@ HOST = socket.gethostname().lower()
 
 
 def asked(
-    port_of: Any, folder: Path, *requests: dict[str, Any], **changed: Any
+    port_of: Any, folder: Path, *requests: dict[str, Any], **settings: Any
 ) -> list[httpx.Response]:
     """What a server answers. ``{port}`` in the headers of a request is its port."""
 
     async def ask() -> list[httpx.Response]:
         async with (
-            port_of(folder, **changed) as port,
+            port_of(folder, **settings) as port,
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{port.number}") as client,
         ):
-            found = []
-            for each in requests:
+            answers = []
+            for request in requests:
                 headers = {
                     name: value.format(port=port.number)
-                    for name, value in each.get("headers", {}).items()
+                    for name, value in request.get("headers", {}).items()
                 }
-                found.append(
+                answers.append(
                     await client.request(
-                        **{"method": "GET", "url": "/healthz", **each, "headers": KEY | headers}
+                        **{"method": "GET", "url": "/healthz", **request, "headers": KEY | headers}
                     )
                 )
-            return found
+            return answers
 
     return asyncio.run(ask())
 
@@ -97,10 +97,12 @@ def test_clients_that_are_no_pages_and_the_page_of_the_server_pass(
     port_of: Any, tmp_path: Path
 ) -> None:
     own = [f"http://{name}:{{port}}" for name in ("127.0.0.1", "localhost", "[::1]", HOST)]
-    same = [{"headers": {"Origin": each, "Host": each.removeprefix("http://")}} for each in own]
+    own_pages = [
+        {"headers": {"Origin": origin, "Host": origin.removeprefix("http://")}} for origin in own
+    ]
     # a proxy with TLS
-    behind = {"headers": {"Origin": "https://images.example", "Host": "images.example"}}
-    answers = asked(port_of, tmp_path, {}, *same, behind, allow_hosts=("images.example",))
+    proxy_page = {"headers": {"Origin": "https://images.example", "Host": "images.example"}}
+    answers = asked(port_of, tmp_path, {}, *own_pages, proxy_page, allow_hosts=("images.example",))
     assert [answer.status_code for answer in answers] == [200] * 6
 
 
@@ -130,7 +132,7 @@ def test_an_allowed_origin_gets_the_answers_that_browsers_ask_for(
         "Access-Control-Request-Private-Network": "true",
     }
     headers["Access-Control-Request-Headers"] = "authorization,content-type,x-stainless-os"
-    preflight, got, refused, foreign = asked(
+    preflight, got, rejection, foreign = asked(
         port_of,
         tmp_path,
         {"method": "OPTIONS", "url": "/v1/jobs/any", "headers": headers},
@@ -147,9 +149,10 @@ def test_an_allowed_origin_gets_the_answers_that_browsers_ask_for(
     )
     assert preflight.headers["access-control-allow-private-network"] == "true"
     assert [
-        each.headers.get("access-control-allow-origin") for each in (got, refused, foreign)
+        response.headers.get("access-control-allow-origin")
+        for response in (got, rejection, foreign)
     ] == [ui, ui, None]
-    assert [each.status_code for each in (got, refused, foreign)] == [200, 401, 403]
+    assert [response.status_code for response in (got, rejection, foreign)] == [200, 401, 403]
     assert "Retry-After" in got.headers["access-control-expose-headers"]
     assert "access-control-allow-credentials" not in got.headers
 
@@ -162,7 +165,7 @@ def test_with_a_star_every_page_passes(port_of: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bound", "allowed", "passes", "refused"),
+    ("bound", "extra_names", "passes", "bad_names"),
     [
         (
             "127.0.0.1",
@@ -218,10 +221,10 @@ def test_with_a_star_every_page_passes(port_of: Any, tmp_path: Path) -> None:
     ],
 )
 def test_names_by_which_a_server_is_called(
-    bound: str, allowed: tuple[str, ...], passes: list[str], refused: list[str]
+    bound: str, extra_names: tuple[str, ...], passes: list[str], bad_names: list[str]
 ) -> None:
-    names = Names(bound, allowed)
-    assert [host for host in (*passes, *refused) if names.include(host)] == passes
+    names = ServerNames(bound, extra_names)
+    assert [host for host in (*passes, *bad_names) if names.include(host)] == passes
 
 
 @pytest.mark.parametrize(
@@ -241,22 +244,22 @@ def test_names_by_which_a_server_is_called(
     ],
 )
 def test_what_is_wrong_with_the_options_is_said(options: list[str], words: str) -> None:
-    found = CliRunner().invoke(
+    result = CliRunner().invoke(
         app, ["serve", "flux-tiny", "--vram", "6M", "--device", "sim", *options]
     )
-    assert isinstance(found.exception, graphrun.InputError)
-    assert words in str(found.exception)
+    assert isinstance(result.exception, graphrun.InputError)
+    assert words in str(result.exception)
 
 
 def test_an_origin_is_as_browsers_send_it() -> None:
-    typed = [
+    values = [
         "HTTPS://A.example:443",
         "http://a.example:80",
         "http://a.example:443",
         "https://[::1]:8443",
         "app://b",
     ]
-    assert [origin_of(each) for each in typed] == [
+    assert [origin_of(value) for value in values] == [
         "https://a.example",
         "http://a.example",
         "http://a.example:443",

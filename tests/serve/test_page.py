@@ -46,11 +46,13 @@ def evaluate(tmp_path: Path) -> Iterator[Evaluate]:
         )
     try:
         deadline = time.monotonic() + 120
-        while not (found := re.search(r"ws://([^/]+)/", log.read_text(errors="replace"))):
+        while not (match := re.search(r"ws://([^/]+)/", log.read_text(errors="replace"))):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         (page,) = (
-            each for each in httpx.get(f"http://{found[1]}/json").json() if each["type"] == "page"
+            target
+            for target in httpx.get(f"http://{match[1]}/json").json()
+            if target["type"] == "page"
         )
         connection, numbers = (
             websocket.create_connection(page["webSocketDebuggerUrl"], timeout=300),
@@ -85,10 +87,13 @@ def test_a_prompt_becomes_a_picture_beside_its_figures(server: Any, evaluate: Ev
 
     until("document.readyState === 'complete' && !!document.getElementById('ask')")
     evaluate(
-        "for (const [name, value] of Object.entries({prompt: '<b>a</b> lighthouse', key: 'a key for tests', seed: 5, steps: 8}))"
+        "for (const [name, value] of Object.entries({prompt: '<b>a</b> lighthouse', "
+        "key: 'a key for tests', seed: 5, steps: 8}))"
         " document.getElementById('ask').elements[name].value = value;"
-        "window.seen = []; new MutationObserver(() => seen.push(document.getElementById('state').textContent))"
-        ".observe(document.getElementById('state'), {childList: true}); document.getElementById('ask').requestSubmit()"
+        "window.seen = []; new MutationObserver("
+        "() => seen.push(document.getElementById('state').textContent))"
+        ".observe(document.getElementById('state'), {childList: true}); "
+        "document.getElementById('ask').requestSubmit()"
     )
     until("document.getElementById('state').textContent.startsWith('done')")
     assert (
@@ -104,12 +109,14 @@ def test_a_prompt_becomes_a_picture_beside_its_figures(server: Any, evaluate: Ev
         "<b>a</b> lighthouse",
     ]
     rows = evaluate(
-        "[...document.querySelectorAll('#figures tbody tr')].map(row => [...row.cells].map(cell => cell.textContent))"
+        "[...document.querySelectorAll('#figures tbody tr')]"
+        ".map(row => [...row.cells].map(cell => cell.textContent))"
     )
     assert [row[0] for row in rows] == ["queue", "encode", "denoise", "decode", "peak memory"]
     assert all(re.match(r"[\d.]", cell) for row in rows for cell in row[1:])
     assert evaluate("document.querySelectorAll('b').length") == 0
     evaluate(
-        "document.getElementById('ask').elements.key.value = 'another'; document.getElementById('ask').requestSubmit()"
+        "document.getElementById('ask').elements.key.value = 'another'; "
+        "document.getElementById('ask').requestSubmit()"
     )
     until("document.getElementById('state').textContent === 'the API key is wrong'")

@@ -20,8 +20,8 @@ from graphrun.serve.settings import Bounds
 def test_jobs_that_have_ended_are_kept_within_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "KEPT_PICTURES_BYTES", 150)
 
-    async def submit(asked: Any, owner: str, folder: Path, *, preview: bool) -> Job:
-        return Job(asked, owner, folder, preview, state="done", pictures=[b"x" * 60])
+    async def submit(request: Any, owner: str, folder: Path, *, preview: bool) -> Job:
+        return Job(request, owner, folder, preview, state="done", pictures=[b"x" * 60])
 
     settings = SimpleNamespace(keys={}, bounds=Bounds(), folder=Path("none"))
     graphs = {"flux-tiny": graphrun.load("flux-tiny")}

@@ -39,22 +39,24 @@ def job_of(server: Any, **body: Any) -> dict[str, Any]:
 
 
 def test_pictures_of_what_was_asked(client: openai.OpenAI) -> None:
-    found = client.images.generate(
+    response = client.images.generate(
         model="flux-tiny", prompt="a", size="32x48", n=2, extra_body={"seed": 7, "steps": 2}
     )
-    assert [picture(each).size for each in found.data or []] == [(32, 48)] * 2
-    inputs = [json.loads(picture(each).info["graphrun"])["inputs"] for each in found.data or []]
-    assert [(each["prompt"], each["seed"], each["steps"]) for each in inputs] == [
+    assert [picture(image).size for image in response.data or []] == [(32, 48)] * 2
+    inputs = [
+        json.loads(picture(image).info["graphrun"])["inputs"] for image in response.data or []
+    ]
+    assert [(values["prompt"], values["seed"], values["steps"]) for values in inputs] == [
         ("a", 7, 2),
         ("a", 8, 2),
     ]
-    again = client.images.generate(
+    second = client.images.generate(
         model="flux-tiny", prompt="a", size="32x48", extra_body={"seed": 8, "steps": 2}
     )
     assert (
-        picture(again.data[0]).tobytes()
-        == picture(found.data[1]).tobytes()
-        != picture(found.data[0]).tobytes()
+        picture(second.data[0]).tobytes()
+        == picture(response.data[1]).tobytes()
+        != picture(response.data[0]).tobytes()
     )
 
 
@@ -70,8 +72,11 @@ def test_an_answer_says_what_was_planned_and_measured(server: Any, client: opena
         "decode",
     ]
     url = raw.parse().data[0].url
-    kept = httpx.get(url)
-    assert (kept.headers["content-type"], Image.open(io.BytesIO(kept.content)).format) == (
+    file_response = httpx.get(url)
+    assert (
+        file_response.headers["content-type"],
+        Image.open(io.BytesIO(file_response.content)).format,
+    ) == (
         "image/webp",
         "WEBP",
     )
@@ -89,14 +94,20 @@ def test_several_at_once_by_the_asyncio_client(server: Any) -> None:
         async with openai.AsyncOpenAI(
             base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=300
         ) as client:
-            asked = [
+            tasks = [
                 client.images.generate(prompt=f"{n}", extra_body={"seed": n}) for n in range(3)
             ]
-            return await asyncio.gather(*asked)
+            return await asyncio.gather(*tasks)
 
-    found = asyncio.run(ask())
-    about = [json.loads(picture(each.data[0]).info["graphrun"])["inputs"] for each in found]
-    assert [(each["prompt"], each["seed"]) for each in about] == [("0", 0), ("1", 1), ("2", 2)]
+    responses = asyncio.run(ask())
+    inputs = [
+        json.loads(picture(response.data[0]).info["graphrun"])["inputs"] for response in responses
+    ]
+    assert [(values["prompt"], values["seed"]) for values in inputs] == [
+        ("0", 0),
+        ("1", 1),
+        ("2", 2),
+    ]
 
 
 def test_its_own_typed_errors(server: Any, client: openai.OpenAI) -> None:
@@ -121,14 +132,14 @@ def test_its_own_typed_errors(server: Any, client: openai.OpenAI) -> None:
 def test_what_does_not_fit_is_refused_before_anything_is_loaded(
     server: Any, client: openai.OpenAI
 ) -> None:
-    before = server.metric("pictures_total")
-    with pytest.raises(openai.UnprocessableEntityError, match="nothing fits") as refused:
+    picture_count = server.metric("pictures_total")
+    with pytest.raises(openai.UnprocessableEntityError, match="nothing fits") as refusal:
         client.images.generate(prompt="a", size="512x512", extra_body={"steps": 2})
-    assert refused.value.code == "does_not_fit"
-    assert {pair for repair in refused.value.body["repairs"] for pair in repair["change"]}, (
-        "with what to do"
-    )
-    assert server.metric("pictures_total") == before
+    assert refusal.value.code == "does_not_fit"
+    assert {
+        pair for suggestion in refusal.value.body["suggestions"] for pair in suggestion["change"]
+    }, "with what to do"
+    assert server.metric("pictures_total") == picture_count
 
 
 def test_models_have_limits_and_predicted_seconds(client: openai.OpenAI) -> None:
@@ -149,8 +160,10 @@ def test_a_job_tells_its_steps_and_previews_and_ends_with_the_picture(server: An
     states = [
         json.loads(data.removeprefix("data: ")) for kind, data in events if kind != "event: preview"
     ]
-    assert {each["step"] for each in states} & {1, 2, 3, 4, 5}
-    assert [each["step"] for each in states[:-1]] == sorted(each["step"] for each in states[:-1])
+    assert {state["step"] for state in states} & {1, 2, 3, 4, 5}
+    assert [state["step"] for state in states[:-1]] == sorted(
+        state["step"] for state in states[:-1]
+    )
     previews = [data for kind, data in events if kind == "event: preview"]
     assert (
         Image.open(io.BytesIO(base64.b64decode(previews[0].removeprefix("data: ")))).format == "PNG"
@@ -178,48 +191,55 @@ def test_a_cancelled_job_stops_at_a_step_and_the_next_one_runs(
 
 def test_a_client_that_leaves_cancels_its_request(server: Any) -> None:
     cancelled = 'graphrun_requests_total{graph="flux-tiny",status="409"}'
-    before = [
+    first_pictures = [
         line
         for line in server.client.get("/metrics").text.splitlines()
         if line.startswith(cancelled)
     ]
     body = b'{"prompt": "a", "steps": 120}'
-    head = f"Host: 127.0.0.1\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"Host: 127.0.0.1\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
     host = httpx.URL(server.url)
     with socket.create_connection((host.host, host.port)) as connection:
         connection.sendall(b"POST /v1/images/generations HTTP/1.1\r\n" + head.encode() + body)
         server.until(lambda: server.metric("running_requests") == 1)
     server.until(lambda: server.metric("running_requests") == 0)
-    after = [
+    second_pictures = [
         line
         for line in server.client.get("/metrics").text.splitlines()
         if line.startswith(cancelled)
     ]
-    assert after != before
+    assert second_pictures != first_pictures
 
 
 @pytest.mark.sweep("serve")
 def test_a_planner_that_is_killed_is_replaced_and_nobody_waits_for_it_in_vain(server: Any) -> None:
     def planner() -> psutil.Process:
-        others = (
-            each
-            for each in psutil.Process(server.process.pid).children()
-            if each.pid != server.worker.pid
+        children = (
+            child
+            for child in psutil.Process(server.process.pid).children()
+            if child.pid != server.worker.pid
         )
-        (found,) = (each for each in others if "resource_tracker" not in " ".join(each.cmdline()))
-        return found
+        (planner_process,) = (
+            child for child in children if "resource_tracker" not in " ".join(child.cmdline())
+        )
+        return planner_process
 
-    killed = planner()
-    killed.kill()
-    server.until(lambda: not killed.is_running() or killed.status() == psutil.STATUS_ZOMBIE)
-    asked = {"prompt": "a", "size": "48x32", "steps": 1}
-    answers = [server.client.post("/v1/images/generations", json=asked, timeout=120)]
+    first_planner = planner()
+    first_planner.kill()
+    server.until(
+        lambda: not first_planner.is_running() or first_planner.status() == psutil.STATUS_ZOMBIE
+    )
+    body = {"prompt": "a", "size": "48x32", "steps": 1}
+    answers = [server.client.post("/v1/images/generations", json=body, timeout=120)]
     while answers[-1].status_code == 503:
         assert answers[-1].headers["retry-after"]
         time.sleep(1)
-        answers.append(server.client.post("/v1/images/generations", json=asked, timeout=120))
+        answers.append(server.client.post("/v1/images/generations", json=body, timeout=120))
     assert answers[-1].status_code == 200
-    assert planner().pid != killed.pid
+    assert planner().pid != first_planner.pid
 
 
 @pytest.mark.sweep("serve")
@@ -231,13 +251,15 @@ def test_a_worker_that_is_killed_is_replaced_and_its_request_goes_on(server: Any
     server.worker.kill()
     server.until(lambda: server.client.get(url).json()["state"] == "done")
     assert server.metric("worker_restarts_total") == 1
-    killed, whole = server.client.get(f"{url}/result").json(), None
+    resumed_answer, whole = server.client.get(f"{url}/result").json(), None
     whole = server.client.post(
         "/v1/images/generations", json={"prompt": "a", "steps": 120, "seed": 5}
     ).json()
-    assert picture_of(killed).tobytes() == picture_of(whole).tobytes()
-    resumed = {of["name"]: of["measured_seconds"] for of in killed["graphrun"]["stages"]}
-    in_whole = {of["name"]: of["measured_seconds"] for of in whole["graphrun"]["stages"]}
+    assert picture_of(resumed_answer).tobytes() == picture_of(whole).tobytes()
+    resumed = {
+        stage["name"]: stage["measured_seconds"] for stage in resumed_answer["graphrun"]["stages"]
+    }
+    in_whole = {stage["name"]: stage["measured_seconds"] for stage in whole["graphrun"]["stages"]}
     assert resumed["denoise"] < in_whole["denoise"], "it went on at its last step"
 
 

@@ -29,9 +29,10 @@ def same(operator, *shapes) -> None:
         torch.manual_seed(0)
         inputs = [torch.randn(shape).to(dtype) for shape in shapes]
         expected = operator(*(x.clone() for x in inputs))
-        found = operator(*(x.to("sim") for x in inputs))
+        result = operator(*(x.to("sim") for x in inputs))
         for e, f in zip(
-            *((r if isinstance(r, (tuple, list)) else (r,)) for r in (expected, found)), strict=True
+            *((r if isinstance(r, (tuple, list)) else (r,)) for r in (expected, result)),
+            strict=True,
         ):
             assert f.device == device
             assert (f.dtype, f.shape, f.stride()) == (e.dtype, e.shape, e.stride())
@@ -125,10 +126,10 @@ def test_new_tensors(make):
     torch.manual_seed(3)
     expected = make("cpu")
     torch.manual_seed(3)
-    found = make("sim")
-    assert found.device == device
-    assert found.dtype == expected.dtype
-    assert torch.equal(found.cpu(), expected)
+    result = make("sim")
+    assert result.device == device
+    assert result.dtype == expected.dtype
+    assert torch.equal(result.cpu(), expected)
 
 
 def test_devices_do_not_mix():
@@ -236,17 +237,19 @@ def test_nothing_of_torch_is_left_changed(sim):
 import torch
 def state():
     future = torch.__future__
-    return (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack(), torch.get_default_device(),
-            torch.get_default_dtype(), future.get_swap_module_params_on_conversion(),
-            future.get_overwrite_module_params_on_conversion(), torch.is_grad_enabled(), torch.Tensor.tolist, torch.Tensor.numpy,
-            torch.Tensor.__repr__, torch.nn.functional.scaled_dot_product_attention)
-before = state()
+    return (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack(),
+            torch.get_default_device(), torch.get_default_dtype(),
+            future.get_swap_module_params_on_conversion(),
+            future.get_overwrite_module_params_on_conversion(), torch.is_grad_enabled(),
+            torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__repr__,
+            torch.nn.functional.scaled_dot_product_attention)
+initial_state = state()
 from graphrun.sim import Machine, register
 register(); register()
 with Machine():
-    assert state() == before
+    assert state() == initial_state
     torch.zeros(2, device="sim") + 1
-assert state() == before
+assert state() == initial_state
 assert torch.ones(2).is_pinned() is False
 """
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
@@ -265,11 +268,11 @@ try:
 except Exception as error:
     print(type(error).__name__, error)
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True
     )
-    assert done.stdout.startswith(GraphrunError.__name__)
-    assert "taken by 'other'" in done.stdout
+    assert process.stdout.startswith(GraphrunError.__name__)
+    assert "taken by 'other'" in process.stdout
 
 
 def test_random_states_can_be_forked_once_sim_is_registered() -> None:
@@ -285,15 +288,15 @@ def test_random_states_can_be_forked_once_sim_is_registered() -> None:
 def test_a_hollow_machine_takes_the_memory_of_large_tensors_and_computes_small_ones(
     sim: Machine,
 ) -> None:
-    seen = []
+    counters = []
     for hollow_bytes in (None, 1 << 16):
         sim.hollow_bytes = hollow_bytes
-        before = sim.allocations
+        allocations = sim.allocations
         large, small = torch.ones(1 << 16, device="sim"), torch.ones(4, device="sim")
         half = (large * 0.5 + 0.5).clamp(0, 1)[::2]
         assert (half.shape, half.device.type) == ((1 << 15,), "sim")
         assert (small * 3).tolist() == [3.0] * 4
-        seen.append((sim.peak_bytes, sim.allocations - before))
+        counters.append((sim.peak_bytes, sim.allocations - allocations))
         del large, small, half
         sim.reset_peak()
-    assert seen[0] == seen[1]
+    assert counters[0] == counters[1]

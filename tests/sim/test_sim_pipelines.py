@@ -197,7 +197,7 @@ def place(module: nn.Module) -> None:
     for key, tensor in distinct.items():
         offsets[key], end = end, end + -(-tensor.nbytes // 256) * 256
     buffer = torch.empty(end, dtype=torch.uint8, device="sim")
-    made = {}
+    parts = {}
     for key, tensor in distinct.items():
         view = (
             buffer[offsets[key] : offsets[key] + tensor.nbytes]
@@ -205,11 +205,11 @@ def place(module: nn.Module) -> None:
             .view(tensor.shape)
         )
         view.copy_(tensor)
-        made[key] = (
+        parts[key] = (
             nn.Parameter(view, requires_grad=False) if isinstance(tensor, nn.Parameter) else view
         )
     for group, name in entries:
-        group[name] = made[id(group[name])]
+        group[name] = parts[id(group[name])]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -218,10 +218,11 @@ def place(module: nn.Module) -> None:
 def test_pipelines_give_the_cpus_bits_and_leave_nothing(name, dtype, flat):
     make, run = PIPELINES[name]
     expected = run(make(dtype), "cpu")
+    # FlopCounterMode does not count the CPU's fused attention.
     with (
         FlopCounterMode(display=False) as counter,
         sdpa_kernel(SDPBackend.MATH),
-    ):  # it does not count the CPU's fused attention
+    ):
         run(make(dtype), "cpu")
     assert expected.isfinite().all()
     assert expected.std() > 0
@@ -232,20 +233,20 @@ def test_pipelines_give_the_cpus_bits_and_leave_nothing(name, dtype, flat):
                 place(part)
             else:
                 part.to("sim")
-        found = run(parts, "sim")
-        assert found.device.type == "sim"
-        assert torch.equal(found.cpu(), expected)
+        result = run(parts, "sim")
+        assert result.device.type == "sim"
+        assert torch.equal(result.cpu(), expected)
         assert machine.charge_flops == counter.get_total_flops()
         weights = machine.allocated_bytes
         assert machine.peak_bytes > weights
-    del parts, part, found
+    del parts, part, result
     gc.collect()  # pipelines and modules hold reference cycles of their own
     assert machine.allocated_bytes == 0
     assert machine.live() == []
 
 
 @pytest.fixture(scope="module")
-def placed():
+def placement():
     """A machine with a FLUX transformer on it, a call of it, the output, the bytes at rest, and how
     often a call allocates."""
     transformer = flux_parts(torch.bfloat16)["transformer"]
@@ -269,9 +270,9 @@ def placed():
 
     with machine:
         place(transformer)
-    baseline, before = machine.allocated_bytes, machine.allocations
+    baseline, allocations = machine.allocated_bytes, machine.allocations
     expected = call()
-    return machine, call, expected, baseline, machine.allocations - before
+    return machine, call, expected, baseline, machine.allocations - allocations
 
 
 def fails(call: Callable[[], object], kind: type[Exception]) -> bool:
@@ -284,8 +285,8 @@ def fails(call: Callable[[], object], kind: type[Exception]) -> bool:
     return False
 
 
-def test_a_call_leaves_the_books_as_they_were_without_the_collector(placed):
-    machine, call, expected, baseline, _ = placed
+def test_a_call_leaves_the_books_as_they_were_without_the_collector(placement):
+    machine, call, expected, baseline, _ = placement
     gc.disable()
     try:
         assert torch.equal(call(), expected)
@@ -294,28 +295,28 @@ def test_a_call_leaves_the_books_as_they_were_without_the_collector(placed):
         gc.enable()
 
 
-def test_an_allocation_may_fail_anywhere_and_the_next_run_works(placed):
-    machine, call, expected, baseline, count = placed
-    for at in [*range(1, count, max(1, count // 40)), count]:
-        machine.fail_allocation = at
+def test_an_allocation_may_fail_anywhere_and_the_next_run_works(placement):
+    machine, call, expected, baseline, count = placement
+    for number in [*range(1, count, max(1, count // 40)), count]:
+        machine.fail_allocation = number
         assert fails(call, SimulatedOutOfMemory)
         assert (machine.allocated_bytes, machine.fail_allocation) == (baseline, None)
     assert torch.equal(call(), expected)
 
 
-def test_any_copy_may_fail_and_the_next_run_works(placed):
-    machine, call, expected, baseline, _ = placed
-    before = machine.copies_in + machine.copies_out
+def test_any_copy_may_fail_and_the_next_run_works(placement):
+    machine, call, expected, baseline, _ = placement
+    copies = machine.copies_in + machine.copies_out
     call()
-    for at in range(1, machine.copies_in + machine.copies_out - before + 1):
-        machine.fail_copy = at
+    for number in range(1, machine.copies_in + machine.copies_out - copies + 1):
+        machine.fail_copy = number
         assert fails(call, SimulatedCopyError)
         assert machine.allocated_bytes == baseline
     assert torch.equal(call(), expected)
 
 
-def test_the_peak_is_exactly_the_capacity_that_suffices(placed):
-    machine, call, expected, baseline, _ = placed
+def test_the_peak_is_exactly_the_capacity_that_suffices(placement):
+    machine, call, expected, baseline, _ = placement
     machine.reset_peak()
     call()
     peak = machine.peak_bytes
@@ -342,8 +343,8 @@ def test_diffusers_own_offloading_runs_on_it_unmodified():
                 **parts,
             )
             pipeline.enable_model_cpu_offload(device="sim")
-            found = run_flux(parts, "sim")
-            assert torch.equal(found.cpu(), expected)
+            result = run_flux(parts, "sim")
+            assert torch.equal(result.cpu(), expected)
             assert machine.copies_in > 0
             pipeline.remove_all_hooks()
     finally:

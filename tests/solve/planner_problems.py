@@ -21,7 +21,7 @@ def hardware(
 ) -> Hardware:
     rates = 25e9, 6e9, 25e9, 0.8, 3e9, 1e14
     return Hardware(
-        "test", "sim", capacity_bytes, context_bytes, workspace_bytes, *rates, basis="declared"
+        "test", "sim", capacity_bytes, context_bytes, workspace_bytes, *rates, basis="simulated"
     )
 
 
@@ -60,10 +60,18 @@ def problem(
     phases: tuple[PhaseNumbers, ...],
     values: tuple[ValueNumbers, ...] = (),
     ram_bytes: int = 2**40,
-    on: Hardware | None = None,
+    card: Hardware | None = None,
 ) -> Problem:
     return Problem(
-        "test", "0" * 16, (), on or hardware(), budget_bytes, ram_bytes, components, phases, values
+        "test",
+        "0" * 16,
+        (),
+        card or hardware(),
+        budget_bytes,
+        ram_bytes,
+        components,
+        phases,
+        values,
     )
 
 
@@ -100,4 +108,4 @@ def flux(budget_bytes: int, steps: int = 28) -> Problem:
         ValueNumbers("latents", MIB, "denoise", ("decode",), 3, 3),
     )
     context = hardware(24 * GIB, 650 * MIB)
-    return problem(budget_bytes, components, phases, values, on=context)
+    return problem(budget_bytes, components, phases, values, card=context)

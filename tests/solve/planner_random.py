@@ -11,10 +11,10 @@ from planner_problems import component, hardware, problem
 
 from graphrun.model.problem import (
     ComponentNumbers,
+    ComponentPlacement,
     Directive,
     Hardware,
     PhaseNumbers,
-    Placement,
     Problem,
     Secondary,
     StageOption,
@@ -53,23 +53,23 @@ def random_problem(seed: int) -> Problem:
         if rng.random() < 0.15 and phase.index == 0 and len(stages) == len(phases)
     )
     host = sum(max(variant.host_bytes for variant in c.variants) for c in components)
-    of = problem(
+    instance = problem(
         2**20,
         components,
         phases,
         tuple(value for value in values if value is not None),
-        on=_hardware(rng),
+        card=_hardware(rng),
     )
     squeezed = rng.random() < 0.3  # no memory for values that are not read in the phase
-    most = int(
-        _most(of, squeezed)
+    maximum = int(
+        _most(instance, squeezed)
         * (rng.choice((1.0, 1.0, 1.2)) if squeezed else rng.choice((0.6, 0.8, 0.9, 1.0, 1.2, 1.5)))
     )
-    budget = of.budget_bytes - of.effective_bytes + most
+    budget = instance.budget_bytes - instance.effective_bytes + maximum
     ram = rng.choice((2**40, 2**40, 2**40, host + 8000, host + 600, host * 3 // 4))
-    of = replace(of, budget_bytes=budget, ram_bytes=ram)
+    instance = replace(instance, budget_bytes=budget, ram_bytes=ram)
     return replace(
-        of,
+        instance,
         pinned_bytes=rng.choice((None, None, host, host * 3 // 4)),
         disk_bytes=rng.choice((None, None, 3000, 1000)),
         runs=rng.choice((1, 1, 1, 2, 5)),
@@ -84,8 +84,8 @@ def with_secondaries(seed: int) -> Problem:
     """A random problem with one or two secondary devices, on which some components may compute as a
     whole."""
     rng = random.Random(~seed)
-    of = random_problem(seed)
-    weights = sum(component.weight_bytes() for component in of.components)
+    instance = random_problem(seed)
+    weights = sum(component.weight_bytes() for component in instance.components)
     budgets = [
         rng.choice((weights // 2, weights, 2 * weights)) + rng.choice((0, 512, 3000, 8000))
         for _ in range(rng.choice((1, 1, 2)))
@@ -93,18 +93,18 @@ def with_secondaries(seed: int) -> Problem:
     secondaries = tuple(Secondary(_hardware(rng, False), nbytes) for nbytes in budgets)
 
     def on_secondaries(component: ComponentNumbers) -> ComponentNumbers:
-        more = []
+        secondaries_variants = []
         for number in range(1, len(secondaries) + 1):
             if rng.random() < 0.6:
                 plain = next(
                     (v for v in component.variants if v.device == "device"), component.variants[0]
                 )
                 loads = tuple(float(rng.randint(0, 4)) for _ in component.groups)
-                there = replace(
+                twin = replace(
                     plain, device=f"device{number}", load_seconds=loads, streamable=False
                 )
-                more.append(replace(there, slowdown=float(rng.choice((1, 2, 3)))))
-        return replace(component, variants=(*component.variants, *more))
+                secondaries_variants.append(replace(twin, slowdown=float(rng.choice((1, 2, 3)))))
+        return replace(component, variants=(*component.variants, *secondaries_variants))
 
     def transfer(phase: PhaseNumbers) -> PhaseNumbers:
         uses = (
@@ -114,41 +114,42 @@ def with_secondaries(seed: int) -> Problem:
         return replace(phase, uses=tuple(uses))
 
     return replace(
-        of,
-        components=tuple(map(on_secondaries, of.components)),
-        phases=tuple(map(transfer, of.phases)),
+        instance,
+        components=tuple(map(on_secondaries, instance.components)),
+        phases=tuple(map(transfer, instance.phases)),
         options=tuple(
-            replace(option, phases=tuple(map(transfer, option.phases))) for option in of.options
+            replace(option, phases=tuple(map(transfer, option.phases)))
+            for option in instance.options
         ),
         secondaries=secondaries,
     )
 
 
-def _most(of: Problem, consumed_only: bool) -> int:
+def _most(instance: Problem, consumed_only: bool) -> int:
     """Bytes of the largest phase with all of its components on the device; ``consumed_only``: count
     only values that it reads."""
-    weights = {component.name: component.weight_bytes() for component in of.components}
+    weights = {component.name: component.weight_bytes() for component in instance.components}
     return max(
         sum(weights[use.component] for use in phase.uses)
         + max(phase.first_bytes, phase.steady_bytes)
         + phase.input_bytes
         + sum(
             value.nbytes
-            for value in of.values
+            for value in instance.values
             if value.first_phase <= number <= value.last_phase
             and (phase.stage in value.consumers or not consumed_only)
         )
-        for number, phase in enumerate(of.phases)
+        for number, phase in enumerate(instance.phases)
     )
 
 
 def _hardware(rng: random.Random, driver: bool = True) -> Hardware:
-    on = hardware(
+    card = hardware(
         context_bytes=rng.choice((0, 0, 512)) * driver,
         workspace_bytes=rng.choice((0, 0, 100)) * driver,
     )
     return replace(
-        on,
+        card,
         h2d_bytes_per_second=rng.choice((512.0, 4096.0)),
         d2h_bytes_per_second=rng.choice((512.0, 4096.0)),
     )
@@ -159,15 +160,19 @@ def _component(rng: random.Random, name: str) -> ComponentNumbers:
         (f"k{i}", rng.choice((1, 2, 2)), rng.choice(SIZES), rng.random() < 0.8)
         for i in range(rng.choice((1, 2)) if name != "c" else 1)
     ]
-    made = component(name, *groups, movable=rng.random() < 0.88, streamable=rng.random() < 0.9)
-    plain = replace(made.variants[0], load_seconds=tuple(float(rng.randint(0, 4)) for _ in groups))
+    random_component = component(
+        name, *groups, movable=rng.random() < 0.88, streamable=rng.random() < 0.9
+    )
+    plain = replace(
+        random_component.variants[0], load_seconds=tuple(float(rng.randint(0, 4)) for _ in groups)
+    )
     variants = [_with_reads(rng, plain)]
     makers = {"pageable": _pageable, "disk": _disk, "cpu": _cpu, "nf4": _small}
     for kind in rng.sample(sorted(makers), rng.choice((0, 0, 1, 1, 2))):
         variants.append(makers[kind](rng, plain))
     if rng.random() < 0.2:
         rng.shuffle(variants)
-    return replace(made, variants=tuple(variants))
+    return replace(random_component, variants=tuple(variants))
 
 
 def _with_reads(rng: random.Random, variant: Variant) -> Variant:
@@ -224,11 +229,11 @@ def _phase(
     rng: random.Random, stage: str, components: tuple[ComponentNumbers, ...]
 ) -> PhaseNumbers:
     uses = []
-    for used in rng.sample(components, min(len(components), rng.choice((0, 1, 1, 1, 1, 2)))):
+    for name in rng.sample(components, min(len(components), rng.choice((0, 1, 1, 1, 1, 2)))):
         calls = rng.choice((1, 1, 2, 5))
-        group_calls = tuple(rng.choice((calls, calls, rng.randint(0, calls))) for _ in used.groups)
+        group_calls = tuple(rng.choice((calls, calls, rng.randint(0, calls))) for _ in name.groups)
         uses.append(
-            Use(used.name, calls, group_calls, tuple(float(rng.randint(0, 3)) for _ in used.groups))
+            Use(name.name, calls, group_calls, tuple(float(rng.randint(0, 3)) for _ in name.groups))
         )
     first = rng.choice((0, 512, 1000, 2048))
     inputs_live, steady = rng.choice((0, 100)), rng.choice((first, 0, 3000))
@@ -275,5 +280,5 @@ def _directives(
 ) -> tuple[Directive, ...]:
     if rng.random() > 0.2:
         return ()
-    kinds: tuple[Placement, ...] = ("keep", "exclude", "whole", "drop", "pin")
+    kinds: tuple[ComponentPlacement, ...] = ("keep", "exclude", "whole", "drop", "pin")
     return (Directive(rng.choice(kinds), rng.choice(components).name),)

@@ -26,7 +26,7 @@ slot refine/0:up load
   load up all from pinned
 slot refine/0:up first
   read dit
-  load dit remainder[0] from pinned
+  load dit unblocked[0] from pinned
   run
 slot denoise/0:dit load
   drop up
@@ -34,10 +34,10 @@ slot denoise/0:dit load
   restore embeds
   load dit big[0] from pinned
 slot denoise/0:dit first
-  stream dit keep big[0] remainder[0] ring buffer 4 KiB
+  stream dit keep big[0] unblocked[0] ring buffer 4 KiB
   run
 slot denoise/0:dit steady x3
-  stream dit keep big[0] remainder[0] ring buffer 4 KiB
+  stream dit keep big[0] unblocked[0] ring buffer 4 KiB
   run
 slot decode/0:vae load
   drop dit
@@ -47,11 +47,11 @@ slot decode/0:vae first
   run
 slot end
   evict vae all
-""".replace("evict dit all", "evict dit big[0] remainder[0]")
+""".replace("evict dit all", "evict dit big[0] unblocked[0]")
 
 SESSION = """plan {digest}
 leaves up all
-leaves dit remainder[0]
+leaves dit unblocked[0]
 variant te bfloat16 pageable cpu
 variant dit bfloat16 disk device
 slot encode/0:te load
@@ -61,14 +61,14 @@ slot encode/0:te first
   run
 slot refine/0:up load
 slot refine/0:up first
-  load dit remainder[0] from disk
+  load dit unblocked[0] from disk
   run
 slot denoise/0:dit load
 slot denoise/0:dit first
-  stream dit keep remainder[0] ring buffer 4 KiB
+  stream dit keep unblocked[0] ring buffer 4 KiB
   run
 slot denoise/0:dit steady x3
-  stream dit keep remainder[0] ring buffer 4 KiB
+  stream dit keep unblocked[0] ring buffer 4 KiB
   run
 slot decode/0:vae load
   load vae all from pinned
@@ -85,10 +85,10 @@ slot refine/0:up first
   run
 slot denoise/0:dit load
 slot denoise/0:dit first
-  stream dit keep remainder[0] ring buffer 4 KiB
+  stream dit keep unblocked[0] ring buffer 4 KiB
   run
 slot denoise/0:dit steady x3
-  stream dit keep remainder[0] ring buffer 4 KiB
+  stream dit keep unblocked[0] ring buffer 4 KiB
   run
 slot decode/0:vae load
   load vae all from pinned
@@ -149,14 +149,14 @@ def example_problem(**changes: object) -> Problem:
         ValueNumbers("embeds", 512, "encode", ("denoise",), 1, 2),
         ValueNumbers("latents", 256, "denoise", ("decode",), 3, 3),
     )
-    of = replace(
+    instance = replace(
         problem(14 * K, components, phases, values),
         precedence=(("encode", "denoise"), ("refine", "denoise"), ("denoise", "decode")),
         options=options,
     )
     return replace(
-        of,
-        hardware=replace(of.hardware, d2h_bytes_per_second=256, h2d_bytes_per_second=512),
+        instance,
+        hardware=replace(instance.hardware, d2h_bytes_per_second=256, h2d_bytes_per_second=512),
         **changes,
     )  # type: ignore[arg-type]
 
@@ -167,5 +167,5 @@ def _on_cpu(variant: object) -> object:
     )  # type: ignore[type-var]
 
 
-def plan_for(of: Problem, text: str) -> Plan:
-    return parse(text.format(digest=of.digest))
+def plan_for(instance: Problem, text: str) -> Plan:
+    return parse(text.format(digest=instance.digest))

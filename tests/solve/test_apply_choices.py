@@ -15,26 +15,30 @@ from graphrun.model.plan import Plan
 from graphrun.model.problem import Directive, Problem
 
 
-def with_choices(of: Problem, **choices: object) -> Problem:
+def with_choices(problem: Problem, **choices: object) -> Problem:
     variants = (("te", "bfloat16 pinned device"), ("dit", "bfloat16 pinned device"))
-    return apply_choices(of, Plan(of.digest, (), **{"variants": variants, **choices}))  # type: ignore[arg-type]
+    return apply_choices(problem, Plan(problem.digest, (), **{"variants": variants, **choices}))  # type: ignore[arg-type]
 
 
 def test_a_problem_without_choices_is_unchanged() -> None:
-    of = flux(2**34)
-    assert apply_choices(of, Plan(of.digest, ())) == of
-    assert reorder(of) == of
+    instance = flux(2**34)
+    assert apply_choices(instance, Plan(instance.digest, ())) == instance
+    assert reorder(instance) == instance
 
 
 def test_only_the_chosen_variant_remains_and_its_seconds_and_scratch_are_in_the_phases() -> None:
-    of = example_problem()
-    (te,) = (c.variants for c in apply_choices(of, plan_for(of, COLD)).components if c.name == "te")
+    instance = example_problem()
+    (te,) = (
+        c.variants
+        for c in apply_choices(instance, plan_for(instance, COLD)).components
+        if c.name == "te"
+    )
     assert [variant.name for variant in te] == ["bfloat16 pageable cpu"]
     assert (te[0].slowdown, te[0].scratch_bytes, te[0].block_seconds) == (1.0, 0, ())
-    encode = apply_choices(of, plan_for(of, COLD)).phases[0]
+    encode = apply_choices(instance, plan_for(instance, COLD)).phases[0]
     assert encode.uses[0].seconds == (8.0,), "8 times slower on the CPU"
     assert encode.first_bytes == 0, "its activation is in RAM"
-    assert with_choices(of).phases[0].first_bytes == 500
+    assert with_choices(instance).phases[0].first_bytes == 500
 
 
 def test_block_seconds_count_once_per_block_and_call_in_traced_order_too() -> None:
@@ -56,11 +60,14 @@ def test_block_seconds_count_once_per_block_and_call_in_traced_order_too() -> No
 
 
 def test_scratch_is_the_largest_of_the_variants_on_the_device() -> None:
-    on, cpu = example_problem().components[0].variants
+    accelerated, cpu = example_problem().components[0].variants
     assert (
-        activation_bytes(1000, [replace(on, scratch_bytes=7), replace(on, scratch_bytes=9)]) == 1009
+        activation_bytes(
+            1000, [replace(accelerated, scratch_bytes=7), replace(accelerated, scratch_bytes=9)]
+        )
+        == 1009
     )
-    assert activation_bytes(1000, [replace(on, scratch_bytes=7), cpu]) == 1007
+    assert activation_bytes(1000, [replace(accelerated, scratch_bytes=7), cpu]) == 1007
     assert activation_bytes(1000, [cpu, cpu]) == 0
     assert activation_bytes(1000, []) == 1000
 
@@ -80,8 +87,8 @@ def test_an_option_replaces_the_phases_of_its_stage() -> None:
 def test_values_are_live_from_after_their_producer_to_their_last_consumer_in_the_chosen_order() -> (
     None
 ):
-    def live_ranges(of: Problem) -> dict[str, tuple[int, int]]:
-        return {value.name: (value.first_phase, value.last_phase) for value in of.values}
+    def live_ranges(problem: Problem) -> dict[str, tuple[int, int]]:
+        return {value.name: (value.first_phase, value.last_phase) for value in problem.values}
 
     assert live_ranges(with_choices(example_problem())) == {"embeds": (1, 2), "latents": (3, 3)}
     swapped = with_choices(example_problem(), order=("refine", "encode", "denoise", "decode"))
@@ -126,7 +133,8 @@ def test_values_are_live_from_after_their_producer_to_their_last_consumer_in_the
         ),
         (
             {"order": ("encode", "denoise")},
-            "order: the problem has the stages encode refine denoise decode, the plan encode denoise",
+            "order: the problem has the stages encode refine denoise decode,"
+            " the plan encode denoise",
         ),
     ],
 )

@@ -12,9 +12,9 @@ from graphrun.model.problem import Directive, Problem
 from graphrun.verify.check import check
 
 
-def broken_rules(text: str, of: Problem | None = None) -> list[tuple[str, int, int]]:
-    of = of or example_problem()
-    return [(v.rule, v.slot, v.action) for v in check(of, plan_for(of, text))]
+def broken_rules(text: str, problem: Problem | None = None) -> list[tuple[str, int, int]]:
+    problem = problem or example_problem()
+    return [(v.rule, v.slot, v.action) for v in check(problem, plan_for(problem, text))]
 
 
 def broken_rules_in_session(text: str = SESSION, **changes: object) -> list[tuple[str, int, int]]:
@@ -27,7 +27,7 @@ def test_the_unchanged_plans_are_valid() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "broken"),
+    ("old", "new", "rule"),
     [
         ("variant te bfloat16 pageable cpu\n", "", "variant"),
         ("variant te bfloat16 pageable cpu\n", "variant te bfloat16 pageable cpu\n" * 2, "variant"),
@@ -47,17 +47,17 @@ def test_the_unchanged_plans_are_valid() -> None:
         ("option decode tiling", "order encode refine denoise decode upscale", "order"),
     ],
 )
-def test_an_invalid_choice_is_the_only_violation_reported(old: str, new: str, broken: str) -> None:
+def test_an_invalid_choice_is_the_only_violation_reported(old: str, new: str, rule: str) -> None:
     assert old in COLD
-    assert broken_rules(COLD.replace(old, new)) == [(broken, -1, -1)]
+    assert broken_rules(COLD.replace(old, new)) == [(rule, -1, -1)]
 
 
 def test_permitted_variants_and_options_may_be_chosen() -> None:
-    of = example_problem(allow=("nf4", "slicing"))
+    problem = example_problem(allow=("nf4", "slicing"))
     text = COLD.replace("variant dit bfloat16 pinned", "variant dit nf4 pinned").replace(
         "decode tiling", "decode slicing"
     )
-    assert broken_rules(text, of) == []
+    assert broken_rules(text, problem) == []
     assert {rule for rule, _, _ in broken_rules(text, example_problem(allow=("nf4",)))} == {
         "option"
     }
@@ -99,7 +99,7 @@ def test_slots_must_follow_the_chosen_order_of_stages() -> None:
         COLD.index("slot refine"),
         COLD.index("slot denoise"),
     )
-    moved = COLD[refine:denoise].replace("  drop te\n  spill embeds\n", "") + COLD[
+    late_spill = COLD[refine:denoise].replace("  drop te\n  spill embeds\n", "") + COLD[
         encode:refine
     ].replace("read te", "drop up\n  read te")
     denoise_on = (
@@ -107,14 +107,14 @@ def test_slots_must_follow_the_chosen_order_of_stages() -> None:
     )
     text = (
         COLD[:encode].replace("option", "order refine encode denoise decode\noption")
-        + moved
+        + late_spill
         + denoise_on
     )
     assert broken_rules(text) == [], "encode comes second, so embeds has no gap"
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "broken"),
+    ("old", "new", "rules"),
     [
         ("  read te\n", "", [("host-missing", 1, -1), ("drop", 2, 0)]),
         (
@@ -160,8 +160,8 @@ def test_slots_must_follow_the_chosen_order_of_stages() -> None:
         ("  read dit\n", "  spill embeds\n  read dit\n", [("spill", 3, 0)]),
         ("  spill embeds\n", "  restore embeds\n", [("restore", 2, 1), ("restore", 4, 2)]),
         (
-            "  read dit\n  load dit remainder[0] from pinned",
-            "  load dit remainder[0] from pinned\n  read dit",
+            "  read dit\n  load dit unblocked[0] from pinned",
+            "  load dit unblocked[0] from pinned\n  read dit",
             [("order", 3, 1)],
         ),
         ("  drop te\n  spill embeds\n", "  spill embeds\n  drop te\n", [("order", 2, 1)]),
@@ -173,22 +173,24 @@ def test_slots_must_follow_the_chosen_order_of_stages() -> None:
     ],
 )
 def test_a_violation_of_a_host_rule_names_slot_and_action(
-    old: str, new: str, broken: list[tuple[str, int, int]]
+    old: str, new: str, rules: list[tuple[str, int, int]]
 ) -> None:
     assert old in COLD
-    assert broken_rules(COLD.replace(old, new)) == broken
+    assert broken_rules(COLD.replace(old, new)) == rules
 
 
 def test_values_are_spilled_only_around_phases_with_load_slots_that_do_not_consume_them() -> None:
-    of = example_problem()
-    twice = replace(
-        of, values=(replace(of.values[0], consumers=("refine", "denoise")), of.values[1])
+    problem = example_problem()
+    two_reads = replace(
+        problem,
+        values=(replace(problem.values[0], consumers=("refine", "denoise")), problem.values[1]),
     )
-    assert broken_rules(COLD, twice) == [("spill", 2, 1), ("restore", 4, 2)], (
+    assert broken_rules(COLD, two_reads) == [("spill", 2, 1), ("restore", 4, 2)], (
         "refine consumes it too, so there is no gap"
     )
     pipeline_code = replace(
-        of, phases=(of.phases[0], replace(of.phases[1], uses=()), *of.phases[2:])
+        problem,
+        phases=(problem.phases[0], replace(problem.phases[1], uses=()), *problem.phases[2:]),
     )
     text = COLD.replace(
         "slot refine/0:up load\n  drop te\n  spill embeds\n  load up all from pinned\n", ""
@@ -216,29 +218,31 @@ def smallest_budget(kind: str, text: str, **changes: object) -> int:
 
 
 def test_host_budgets_are_exact_to_the_byte() -> None:
-    te, up, dit, vae = 2 * K, 2 * K, 9 * K, 3 * K
+    te, up_bytes, dit, vae = 2 * K, 2 * K, 9 * K, 3 * K
     # while dit is read: its transient bytes, and embeds, which is spilled
-    most = up + dit + vae + 512 + 100
-    assert smallest_budget("ram_bytes", COLD) == most
-    (found,) = check(
-        example_problem(ram_bytes=most - 1), plan_for(example_problem(ram_bytes=most - 1), COLD)
+    peak_bytes = up_bytes + dit + vae + 512 + 100
+    assert smallest_budget("ram_bytes", COLD) == peak_bytes
+    (violation,) = check(
+        example_problem(ram_bytes=peak_bytes - 1),
+        plan_for(example_problem(ram_bytes=peak_bytes - 1), COLD),
     )
-    assert (found.rule, found.slot) == ("ram", 3)
+    assert (violation.rule, violation.slot) == ("ram", 3)
     assert (
-        found.detail
-        == f"{up} up + {dit} dit + {vae} vae + 100 dit (transient) + 512 embeds = {most} bytes on the host > {most - 1}"
+        violation.detail
+        == f"{up_bytes} up + {dit} dit + {vae} vae + 100 dit (transient) + 512 embeds"
+        f" = {peak_bytes} bytes on the host > {peak_bytes - 1}"
     )
-    assert smallest_budget("pinned_bytes", COLD) == up + dit + vae, (
+    assert smallest_budget("pinned_bytes", COLD) == up_bytes + dit + vae, (
         "te is pageable, and so are spilled values and transients"
     )
-    assert broken_rules(COLD, example_problem(pinned_bytes=up + dit + vae - 1)) == [
+    assert broken_rules(COLD, example_problem(pinned_bytes=up_bytes + dit + vae - 1)) == [
         ("pinned", 3, -1)
     ]
     disk = {"runs": 3}
-    assert smallest_budget("ram_bytes", SESSION, **disk) == te + up + 4 * K + vae + 500, (
+    assert smallest_budget("ram_bytes", SESSION, **disk) == te + up_bytes + 4 * K + vae + 500, (
         "bounce buffer of dit; activation of encode on the CPU"
     )
-    assert smallest_budget("pinned_bytes", SESSION, **disk) == up + 4 * K + vae
+    assert smallest_budget("pinned_bytes", SESSION, **disk) == up_bytes + 4 * K + vae
     assert smallest_budget("disk_bytes", SESSION, **disk) == 9 * K
     assert broken_rules_in_session(disk_bytes=9 * K - 1) == [("disk", -1, -1)]
     assert broken_rules(COLD, example_problem(disk_bytes=0)) == [], (
@@ -247,43 +251,52 @@ def test_host_budgets_are_exact_to_the_byte() -> None:
 
 
 def test_unused_components_take_no_host_memory() -> None:
-    of = example_problem()
+    problem = example_problem()
     spare = replace(
-        of.components[1],
+        problem.components[1],
         name="spare",
-        variants=(replace(of.components[1].variants[0], host_bytes=2**30, stored_bytes=9),),
+        variants=(replace(problem.components[1].variants[0], host_bytes=2**30, stored_bytes=9),),
     )
     with_it = replace(
-        of, components=(*of.components, spare), ram_bytes=2**20, disk_bytes=0, pinned_bytes=2**20
+        problem,
+        components=(*problem.components, spare),
+        ram_bytes=2**20,
+        disk_bytes=0,
+        pinned_bytes=2**20,
     )
     assert broken_rules(COLD, with_it) == []
 
 
 def test_a_spilled_value_is_off_the_device_only_between_its_two_load_slots() -> None:
-    of = example_problem(
+    problem = example_problem(
         values=(replace(example_problem().values[0], nbytes=12 * K), example_problem().values[1])
     )
-    found = {
+    rules = {
         v.slot: v.detail
-        for v in check(replace(of, budget_bytes=0), plan_for(replace(of, budget_bytes=0), COLD))
+        for v in check(
+            replace(problem, budget_bytes=0), plan_for(replace(problem, budget_bytes=0), COLD)
+        )
     }
-    values = [int(found[slot].split(" activation + ")[1].split()[0]) for slot in (2, 3, 4, 5)]
+    values = [int(rules[slot].split(" activation + ")[1].split()[0]) for slot in (2, 3, 4, 5)]
     assert values == [12 * K, 0, 12 * K + 100, 12 * K + 100]
-    kept = COLD.replace("  spill embeds\n", "").replace("  restore embeds\n", "")
-    found = {
+    without_spill = COLD.replace("  spill embeds\n", "").replace("  restore embeds\n", "")
+    rules = {
         v.slot: v.detail
-        for v in check(replace(of, budget_bytes=0), plan_for(replace(of, budget_bytes=0), kept))
+        for v in check(
+            replace(problem, budget_bytes=0),
+            plan_for(replace(problem, budget_bytes=0), without_spill),
+        )
     }
-    assert int(found[3].split(" activation + ")[1].split()[0]) == 12 * K
+    assert int(rules[3].split(" activation + ")[1].split()[0]) == 12 * K
 
 
 def test_a_component_on_the_cpu_has_its_activation_in_ram() -> None:
-    of = example_problem(budget_bytes=0)
-    assert 1 not in {v.slot for v in check(of, plan_for(of, COLD))}
-    of = example_problem(budget_bytes=0, runs=3)
-    assert [v.slot for v in check(of, plan_for(of, SESSION)) if v.rule == "vram"][0] == 1, (
-        "up is loaded beside it"
-    )
+    problem = example_problem(budget_bytes=0)
+    assert 1 not in {v.slot for v in check(problem, plan_for(problem, COLD))}
+    problem = example_problem(budget_bytes=0, runs=3)
+    assert [v.slot for v in check(problem, plan_for(problem, SESSION)) if v.rule == "vram"][
+        0
+    ] == 1, "up is loaded beside it"
     large = example_problem(
         phases=(
             replace(example_problem().phases[0], first_bytes=2**20),
@@ -298,7 +311,7 @@ AGAIN = SESSION.index("again")
 
 
 @pytest.mark.parametrize(
-    ("text", "broken"),
+    ("text", "rules"),
     [
         (SESSION[:AGAIN], [("structure", -1, -1)]),
         (
@@ -330,8 +343,8 @@ AGAIN = SESSION.index("again")
         (SESSION[:AGAIN].replace("  load up all from pinned\n", ""), [("structure", -1, -1)]),
     ],
 )
-def test_rules_of_a_session(text: str, broken: list[tuple[str, int, int]]) -> None:
-    assert broken_rules_in_session(text) == broken
+def test_rules_of_a_session(text: str, rules: list[tuple[str, int, int]]) -> None:
+    assert broken_rules_in_session(text) == rules
 
 
 def test_a_cold_run_has_no_further_runs_and_leaves_nothing_on_the_device() -> None:
@@ -342,24 +355,27 @@ def test_a_cold_run_has_no_further_runs_and_leaves_nothing_on_the_device() -> No
 
 
 def test_an_immovable_component_stays_on_the_device_between_runs() -> None:
-    of = example_problem(runs=3)
+    problem = example_problem(runs=3)
     vae = replace(
-        of.components[3], variants=(replace(of.components[3].variants[0], movable=False),)
+        problem.components[3], variants=(replace(problem.components[3].variants[0], movable=False),)
     )
-    stuck = replace(of, components=(*of.components[:3], vae))
+    stuck = replace(problem, components=(*problem.components[:3], vae))
     assert broken_rules(SESSION, stuck) == [("immovable", 9, 0), ("immovable", 19, 0)]
     load = "slot decode/0:vae load\n  load vae all from pinned\n"
     stays = SESSION.replace("  evict vae all\n", "").replace(
         "leaves up all", "leaves up all\nleaves vae all"
     )
-    at = stays.rindex(load)
+    position = stays.rindex(load)
     assert (
-        broken_rules(stays[:at] + stays[at:].replace(load, "slot decode/0:vae load\n"), stuck) == []
+        broken_rules(
+            stays[:position] + stays[position:].replace(load, "slot decode/0:vae load\n"), stuck
+        )
+        == []
     )
 
 
 def test_directives_hold_across_runs() -> None:
-    dropped = broken_rules_in_session(directives=(Directive("drop", "up"),))
-    assert ("drop", 1, -1) in dropped
-    assert ("drop", 10, -1) in dropped
+    rules_with_drop = broken_rules_in_session(directives=(Directive("drop", "up"),))
+    assert ("drop", 1, -1) in rules_with_drop
+    assert ("drop", 10, -1) in rules_with_drop
     assert broken_rules_in_session(directives=(Directive("keep", "up"),)) == []

@@ -33,30 +33,30 @@ BLOCKS = [range(start, start + 50) for start in range(0, SEEDS, 50)]
 @pytest.mark.parametrize("seeds", sampled(BLOCKS, BLOCKS[:4], "random", of_all=6), ids=str)
 def test_solver_agrees_with_brute_force(seeds: range) -> None:
     for seed in seeds:
-        of = random_problem(seed)
-        best = Oracle(of).best(of.effective_bytes)
-        found, every = stage_choices(of, dominated=True)
-        answer = choose([Formulation(reordered.program) for reordered in found])
+        problem = random_problem(seed)
+        best = Oracle(problem).best(problem.effective_bytes)
+        choices, is_complete = stage_choices(problem, dominated=True)
+        answer = choose([Formulation(reordered.program) for reordered in choices])
         assert (answer is None) == (best is None), f"{seed}: feasible is {best is not None}"
         if answer is None or best is None:
             continue
-        assert every, seed
-        plan, run = checked_optimum(of, answer, found[answer.number], best, seed)
-        assert run.host_peak_bytes <= of.ram_bytes, seed
-        assert of.pinned_bytes is None or run.pinned_peak_bytes <= of.pinned_bytes, seed
+        assert is_complete, seed
+        plan, run = checked_optimum(problem, answer, choices[answer.number], best, seed)
+        assert run.host_peak_bytes <= problem.ram_bytes, seed
+        assert problem.pinned_bytes is None or run.pinned_peak_bytes <= problem.pinned_bytes, seed
         assert all(
-            slot.seconds >= slot.compute_seconds - 1e-9 for slot in (*run.slots, *run.again)
+            slot.seconds >= slot.compute_seconds - 1e-9 for slot in (*run.slots, *run.further_slots)
         ), seed
 
 
 @pytest.mark.parametrize("seeds", [range(start, SEEDS, 20) for start in (0, 10)], ids=str)
 def test_solve_reports_the_same_optimum(seeds: range) -> None:
     for seed in seeds:
-        of = random_problem(seed)
-        best = Oracle(of).best(of.effective_bytes)
+        problem = random_problem(seed)
+        best = Oracle(problem).best(problem.effective_bytes)
         if best is None:
             continue  # explanations have tests of their own, and take solves
-        solution = solve(of)
+        solution = solve(problem)
         if (simulated := solution.simulation.total_seconds) < best[0] * (
             1 - 1e-6
         ):  # copies overlap what brute force leaves out
@@ -64,34 +64,34 @@ def test_solve_reports_the_same_optimum(seeds: range) -> None:
         else:
             assert solution.bound_seconds == pytest.approx(best[0], rel=1e-5, abs=1e-4), seed
         assert solution.objective_seconds >= best[0] - 1e-6, seed
-        assert check(of, solution.plan) == (), seed
+        assert check(problem, solution.plan) == (), seed
 
 
 def test_problems_that_are_infeasible_by_brute_force_are_refused() -> None:
     for seed in range(0, 120, 5):
-        of = random_problem(seed)
-        if Oracle(of).best(of.effective_bytes) is None:
+        problem = random_problem(seed)
+        if Oracle(problem).best(problem.effective_bytes) is None:
             with pytest.raises(Infeasible):
-                solve(of)
+                solve(problem)
 
 
 def test_the_random_problems_cover_every_feature() -> None:
     counts: Counter[str] = Counter()
     for seed in range(SEEDS):
-        of = random_problem(seed)
-        variants = [variant for component in of.components for variant in component.variants]
-        counts["session"] += of.runs > 1
-        counts["orders"] += of.precedence is not None
-        counts["option"] += bool(of.options)
-        counts["directive"] += bool(of.directives)
-        counts["two phases in a stage"] += any(phase.index for phase in of.phases)
+        problem = random_problem(seed)
+        variants = [variant for component in problem.components for variant in component.variants]
+        counts["session"] += problem.runs > 1
+        counts["orders"] += problem.precedence is not None
+        counts["option"] += bool(problem.options)
+        counts["directive"] += bool(problem.directives)
+        counts["two phases in a stage"] += any(phase.index for phase in problem.phases)
         counts["a value that is not read at once"] += any(
             any(
                 phase.stage not in value.consumers
-                for phase in of.phases[value.first_phase : value.last_phase]
+                for phase in problem.phases[value.first_phase : value.last_phase]
             )
             and value.nbytes
-            for value in of.values
+            for value in problem.values
         )
         for backing_store in ("pageable", "disk"):
             counts[backing_store] += any(

@@ -24,21 +24,24 @@ def both(problem: Problem, *errors: float) -> list[list[float]]:
     """Of the plan for a measured disk, and of the one for a disk whose rate is assumed: seconds,
     and seconds on disks whose reads take ``errors`` of their time."""
 
-    def taken(of: Solution | None) -> list[float]:
-        assert of is not None
-        there = [carried_over(with_other_disk(of.problem, error), of, 0.0) for error in errors]
+    def taken(solution: Solution | None) -> list[float]:
+        assert solution is not None
+        carried = [
+            carried_over(with_other_disk(solution.problem, error), solution, 0.0)
+            for error in errors
+        ]
         return [
-            of.simulation.total_seconds,
-            *(each.simulation.total_seconds for each in there if each is not None),
+            solution.simulation.total_seconds,
+            *(candidate.simulation.total_seconds for candidate in carried if candidate is not None),
         ]
 
-    return [taken(solved(known(problem, basis))) for basis in ("measured", "prior")]
+    return [taken(solved(known(problem, basis))) for basis in ("measured", "data sheet")]
 
 
-def worst(taken: list[float], *others: list[float]) -> float:
+def worst(reference_seconds: list[float], *other_seconds: list[float]) -> float:
     """What a plan loses at most beside ``others``: in seconds, those on the disk assumed four
     times."""
-    rows = list(zip(taken, *others, strict=True))
+    rows = list(zip(reference_seconds, *other_seconds, strict=True))
     return max(times * (row[0] - min(row)) for times, row in zip((4, 1, 1), rows, strict=True))
 
 
@@ -52,12 +55,12 @@ def test_of_nearly_equal_plans_the_one_that_loses_least_where_the_disk_is_anothe
 
 
 def test_what_is_preferred_is_still_measured_against_the_bound() -> None:
-    found = solved(known(random_problem(3371), "prior"))
-    assert found is not None
+    solution = solved(known(random_problem(3371), "data sheet"))
+    assert solution is not None
     fast = solved(known(random_problem(3371), "measured"))
     assert fast is not None
-    assert found.plan.slots != fast.plan.slots
-    assert (found.bound_seconds, found.objective_seconds) == (
+    assert solution.plan.slots != fast.plan.slots
+    assert (solution.bound_seconds, solution.objective_seconds) == (
         fast.bound_seconds,
         fast.objective_seconds,
     )
@@ -67,9 +70,9 @@ def test_what_is_preferred_is_still_measured_against_the_bound() -> None:
 @pytest.mark.parametrize("start", range(5000, 6000, 100))
 def test_no_random_problem_s_plan_loses_more_at_worst(start: int) -> None:
     for seed in range(start, start + 100):
-        of = random_problem(seed)
-        if solved(known(of, "measured")) is not None:
-            fast, sure = both(of, *DISK_ERRORS)
+        problem = random_problem(seed)
+        if solved(known(problem, "measured")) is not None:
+            fast, sure = both(problem, *DISK_ERRORS)
             assert worst(sure, fast) <= worst(fast, sure) + 1e-9, seed
 
 

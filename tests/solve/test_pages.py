@@ -22,14 +22,14 @@ from graphrun.model.plan import Evict, Load, Slot
 from graphrun.model.problem import Problem
 from graphrun.profile.dry_run import probe
 from graphrun.profile.hardware import hardware
-from graphrun.profile.problems import Limits, problem_of
+from graphrun.profile.problems import ProblemLimits, problem_of
 from graphrun.report.plan_files import read_solution, save
 from graphrun.report.summary import summarize
 from graphrun.report.whatif_screens import infeasible_screen
 from graphrun.runtime.devices.cuda import CudaDevice
 from graphrun.runtime.executor import refuse_broken
 from graphrun.solve import pages
-from graphrun.solve.fastest import Found, fastest, find, find_near
+from graphrun.solve.fastest import ProgramSolution, fastest, find, find_near
 from graphrun.solve.infeasible import Infeasible
 from graphrun.solve.least import smallest_tensor_budget
 from graphrun.solve.pages import smallest_budget, solved, with_reserve
@@ -59,8 +59,8 @@ def traced(problem: Problem, allocate: int = ACTIVATION) -> Problem:
 @pytest.fixture
 def flux(make_problem: Any) -> Problem:
     """FLUX.1-dev at true size, traced by a dry run, in 8 GiB."""
-    found: Problem = make_problem("flux-dev", 8 * GIB, hardware="rtx4090")
-    return found
+    problem: Problem = make_problem("flux-dev", 8 * GIB, hardware="rtx4090")
+    return problem
 
 
 def test_a_plan_that_fits_by_bytes_of_tensors_may_reserve_more_than_the_budget(
@@ -81,13 +81,13 @@ def test_a_plan_that_reserves_more_than_the_budget_is_refused(
     by_tensors = fastest(flux)
     assert by_tensors is not None
     assert not check(by_tensors.problem, by_tensors.plan)
-    over = [
+    exceeded = [
         n
         for n, nbytes in enumerate(reserved_bytes(by_tensors.chosen, by_tensors.plan))
         if nbytes > flux.effective_bytes
     ]
     assert [(v.rule, v.slot) for v in broken_rules(by_tensors.problem, by_tensors.plan)] == [
-        ("pages", n) for n in over
+        ("pages", n) for n in exceeded
     ]
     save(
         path := tmp_path / "plan.json",
@@ -98,7 +98,7 @@ def test_a_plan_that_reserves_more_than_the_budget_is_refused(
     for refuse in (lambda: read_solution(path), lambda: refuse_broken(by_tensors)):
         with pytest.raises(
             PlanError,
-            match=rf"pages.* slot {over[0]}.* bytes reserved in pages > {flux.effective_bytes}",
+            match=rf"pages.* slot {exceeded[0]}.* bytes reserved in pages > {flux.effective_bytes}",
         ):
             refuse()
 
@@ -131,27 +131,29 @@ def test_what_pages_take_is_set_aside_and_no_more(flux: Problem) -> None:
 def test_the_next_plan_is_sought_near_the_one_before(
     flux: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, near = list[Problem](), list[Found | None]()
+    whole, results = list[Problem](), list[ProgramSolution | None]()
     monkeypatch.setattr(
         pages,
         "find",
         lambda problem, **options: (whole.append(problem), find(problem, **options))[1],
     )
     monkeypatch.setattr(
-        pages, "find_near", lambda *asked: (near.append(find_near(*asked)), near[-1])[1]
+        pages,
+        "find_near",
+        lambda *arguments: (results.append(find_near(*arguments)), results[-1])[1],
     )
     solution = solve(flux)
     assert whole == [flux], "the program as a whole is solved once"
-    found = near[-1]
-    assert found is not None
-    assert found.solution.plan.slots == solution.plan.slots
-    assert find_near(replace(flux, budget_bytes=6 * GIB), found) is None, "slower by far, or none"
+    result = results[-1]
+    assert result is not None
+    assert result.solution.plan.slots == solution.plan.slots
+    assert find_near(replace(flux, budget_bytes=6 * GIB), result) is None, "slower by far, or none"
 
 
 def test_a_further_run_begins_with_what_the_first_one_left(make_problem: Any) -> None:
     problem = replace(make_problem("flux-dev", 12 * GIB, hardware="rtx4090"), runs=3)
     solution = solve(problem)
-    assert len(solution.simulation.again) == len(solution.plan.again) > 0
+    assert len(solution.simulation.further_slots) == len(solution.plan.further_slots) > 0
     assert solution.simulation.peak_bytes <= problem.effective_bytes
 
 
@@ -163,7 +165,7 @@ class Card:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.blocks, self.peak = LinkedBlocks(expandable=True), 0
-        self.phase, self.kept = "", set[Any]()
+        self.phase, self.lasting_keys = "", set[Any]()
         self.device = CudaDevice.__new__(CudaDevice)
         self.device._index = self.device._workspace_seen_bytes = 0
         patch.setattr(
@@ -203,30 +205,30 @@ class Card:
             ).items():
                 self.allocate(key, nbytes)
         if slot.part in ("first", "steady"):
-            trace = next(of.trace for of in problem.phases if of.name == slot.phase)
+            trace = next(phase.trace for phase in problem.phases if phase.name == slot.phase)
             for number, _ in trace.first if slot.part == "first" else trace.steady:
                 self.call(number, trace.calls[number])
         return self.device.peak_bytes
 
     def begin_phase(self, problem: Problem, name: str) -> None:
         """Releases what the phase before kept, and allocates the values that ``name`` finds."""
-        for key in self.kept:
+        for key in self.lasting_keys:
             self.blocks.release(key)
-        self.kept, self.phase = set(), name
+        self.lasting_keys, self.phase = set(), name
         for number, phase in enumerate(problem.phases):
             nbytes = problem.value_bytes(number) + phase.input_bytes
             if phase.name == name and nbytes:
                 self.allocate("values", nbytes)
-                self.kept.add("values")
+                self.lasting_keys.add("values")
 
     def call(self, number: int, call: CallTrace) -> None:
         if "workspace" not in self.blocks.live:
             self.allocate("workspace", WORKSPACE)  # cuBLAS's first matrix product
-        kept = {key for of, key in self.kept - {"values"} if of == number}
+        keys = {key for owner, key in self.lasting_keys - {"values"} if owner == number}
         for key, nbytes in call.events:
-            if nbytes and key not in kept:
+            if nbytes and key not in keys:
                 self.allocate((number, key), nbytes)
-                self.kept |= {(number, key)} if key in call.kept else set()
+                self.lasting_keys |= {(number, key)} if key in call.persistent_keys else set()
             elif not nbytes:
                 self.blocks.release((number, key))
 
@@ -235,20 +237,23 @@ def with_random_calls(problem: Problem, rng: random.Random) -> Problem:
     """`traced`; every call allocates and releases tensors, some of which its component keeps."""
 
     def call(component: str) -> CallTrace:
-        live, events, kept = list[int](), list[tuple[int, int]](), list[int]()
+        live, events, lasting_keys = list[int](), list[tuple[int, int]](), list[int]()
         for key in range(1, 12):
             events.append((key, rng.choice((5_000, 3 * MIB, 9 * MIB, 17 * MIB, 40 * MIB))))
-            (kept if rng.random() < 0.2 else live).append(key)
+            (lasting_keys if rng.random() < 0.2 else live).append(key)
             events += (
                 [(live.pop(rng.randrange(len(live))), 0)] if live and rng.random() < 0.7 else []
             )
-        return CallTrace(component, (*events, *((key, 0) for key in live)), tuple(kept))
+        return CallTrace(component, (*events, *((key, 0) for key in live)), tuple(lasting_keys))
 
     problem = traced(problem)
     phases = tuple(
         replace(
             phase,
-            trace=replace(phase.trace, calls=tuple(call(of.component) for of in phase.trace.calls)),
+            trace=replace(
+                phase.trace,
+                calls=tuple(call(trace_call.component) for trace_call in phase.trace.calls),
+            ),
         )
         for phase in problem.phases
     )
@@ -279,8 +284,12 @@ def blocks_of(problem: Problem, action: Load | Evict) -> dict[Any, int]:
             strict=True,
         )
     )
-    named = action.blocks or [(group.name, range(len(group.blocks))) for group in component.groups]
-    return {(component.name, group, i): sizes[group] for group, indices in named for i in indices}
+    block_lists = action.blocks or [
+        (group.name, range(len(group.blocks))) for group in component.groups
+    ]
+    return {
+        (component.name, group, i): sizes[group] for group, indices in block_lists for i in indices
+    }
 
 
 def test_equal_calls_are_replayed_once_and_count_the_same(make_problem: Any) -> None:
@@ -298,16 +307,16 @@ def test_equal_calls_are_replayed_once_and_count_the_same(make_problem: Any) -> 
 
     from graphrun.verify import pages
 
-    known = reserved_bytes(solution.chosen, solution.plan)
-    before, pages.Caching = pages.Caching, Forgetful  # type: ignore[misc]
+    expected = reserved_bytes(solution.chosen, solution.plan)
+    original_pages, pages.Caching = pages.Caching, Forgetful  # type: ignore[misc]
     try:
-        assert reserved_bytes(solution.chosen, solution.plan) == known
+        assert reserved_bytes(solution.chosen, solution.plan) == expected
     finally:
-        pages.Caching = before  # type: ignore[misc]
+        pages.Caching = original_pages  # type: ignore[misc]
 
 
 # Plans by a model that searched mapped and unmapped pages alike exceeded these by up to 370 MiB.
-TIGHT = (("flux2-dev", 12), ("wan22-t2v", 12), ("wan-14b", 12), ("ltx2", 16))
+TIGHT = (("flux-kontext", 8), ("wan22-t2v", 12), ("wan-14b", 12), ("ltx2", 16))
 
 
 @pytest.mark.parametrize("case", sampled(TIGHT, TIGHT[:1], "pages"), ids=str)
@@ -358,15 +367,15 @@ def test_what_repeats_within_a_call() -> None:
 
 @pytest.mark.sweep("pages")
 def test_a_byte_below_the_smallest_budget_nothing_is_found_and_at_it_a_plan(flux: Problem) -> None:
-    least = smallest_budget(flux)
-    assert smallest_tensor_budget(flux) < least < smallest_tensor_budget(flux) + 500 * MIB
-    with pytest.raises(Infeasible) as refused:
-        solve(replace(flux, budget_bytes=least - 1))
-    error = refused.value
-    assert (error.binding, error.smallest_budget_bytes) == ("VRAM", least)
-    assert any(("--vram", str(least)) in repair.change for repair in error.repairs)
-    assert f"minimum VRAM: --vram 3.4G ({least} bytes)" in infeasible_screen(error)
-    solution = solve(replace(flux, budget_bytes=least))
+    minimum = smallest_budget(flux)
+    assert smallest_tensor_budget(flux) < minimum < smallest_tensor_budget(flux) + 500 * MIB
+    with pytest.raises(Infeasible) as error_info:
+        solve(replace(flux, budget_bytes=minimum - 1))
+    error = error_info.value
+    assert (error.binding, error.smallest_budget_bytes) == ("VRAM", minimum)
+    assert any(("--vram", str(minimum)) in suggestion.change for suggestion in error.suggestions)
+    assert f"minimum VRAM: --vram 3.4G ({minimum} bytes)" in infeasible_screen(error)
+    solution = solve(replace(flux, budget_bytes=minimum))
     assert solution.simulation.peak_bytes == solution.problem.effective_bytes
 
 
@@ -384,13 +393,13 @@ def test_a_session_in_pages_takes_little_more_than_its_bound(
 
 
 @pytest.mark.sweep("pages")
-def test_every_repair_has_a_plan_in_pages(flux: Problem) -> None:
-    with pytest.raises(Infeasible) as refused:
+def test_every_suggestion_has_a_plan_in_pages(flux: Problem) -> None:
+    with pytest.raises(Infeasible) as error_info:
         solve(replace(flux, budget_bytes=3 * GIB))
     sizes = [
         int(value)
-        for repair in refused.value.repairs
-        for flag, value in repair.change
+        for suggestion in error_info.value.suggestions
+        for flag, value in suggestion.change
         if flag == "--vram"
     ]
     assert sizes
@@ -400,16 +409,19 @@ def test_every_repair_has_a_plan_in_pages(flux: Problem) -> None:
 def test_what_a_stage_option_allocates_is_found_among_the_other_phases(dry: Any) -> None:
     """SDXL decodes in tiles: its phase takes the latents of the dry run without tiles, and leaves
     nothing for later phases."""
-    graph, probed, inputs = dry("sdxl")
+    graph, instance, inputs = dry("sdxl")
     tiled = probe(graph, inputs, {"decode": "tiling"})
-    limits = Limits(8 * GIB, 64 * GIB, allow=("tiling",))
+    limits = ProblemLimits(8 * GIB, 64 * GIB, allow=("tiling",))
     problem = problem_of(
-        graph, probed, hardware("rtx4090"), limits, inputs, [("decode", "tiling", tiled)]
+        graph, instance, hardware("rtx4090"), limits, inputs, [("decode", "tiling", tiled)]
     )
     (option,) = problem.options
     plan = solve(replace(problem, options=())).plan
     tiled_plan = replace(plan, options=(("decode", "tiling"),))
-    whole, in_tiles = (reserved_bytes(apply_choices(problem, of), of) for of in (plan, tiled_plan))
+    whole, in_tiles = (
+        reserved_bytes(apply_choices(problem, candidate_plan), candidate_plan)
+        for candidate_plan in (plan, tiled_plan)
+    )
     assert in_tiles[:-2] == whole[:-2]
     assert in_tiles[-2] < 0.5 * whole[-2]
     keys = [
@@ -437,15 +449,15 @@ def test_reference_graphs_keep_to_usual_budgets_in_pages(name: str, make_problem
     H200 at 8 GiB, beside a plan that counts tensors."""
     for card in (*CARDS, "sim"):
         problem: Problem = make_problem(name, 24 * GIB, hardware=card)
-        least = smallest_budget(problem)
-        assert solved(replace(problem, budget_bytes=least - 1)) is None
-        for budget in (least, *(gib * GIB for gib in (6, 8, 12, 16, 24) if card in CARDS)):
-            of = replace(problem, budget_bytes=budget)
-            by_tensors, in_pages_of = fastest(of), solved(of)
-            assert (in_pages_of is not None) == (budget >= least)
+        minimum = smallest_budget(problem)
+        assert solved(replace(problem, budget_bytes=minimum - 1)) is None
+        for budget in (minimum, *(gib * GIB for gib in (6, 8, 12, 16, 24) if card in CARDS)):
+            budget_problem = replace(problem, budget_bytes=budget)
+            by_tensors, in_pages_of = fastest(budget_problem), solved(budget_problem)
+            assert (in_pages_of is not None) == (budget >= minimum)
             if in_pages_of is not None and by_tensors is not None:
-                assert in_pages_of.simulation.peak_bytes <= of.effective_bytes
-                if budget > 1.02 * least:
+                assert in_pages_of.simulation.peak_bytes <= budget_problem.effective_bytes
+                if budget > 1.02 * minimum:
                     assert in_pages_of.simulation.seconds <= 1.03 * by_tensors.simulation.seconds, (
                         card,
                         budget,

@@ -29,7 +29,7 @@ slot encode/1:t5 first
   run
 slot denoise/0:transformer steady x27
   stream transformer keep double[0,8,16] single[0-3,12,24,36-37] ring buffer 680 MiB
-  load vae remainder[0] from pinned
+  load vae unblocked[0] from pinned
   run
 slot end
   evict vae all
@@ -90,7 +90,7 @@ def test_choices_come_before_the_slots_and_further_runs_after_them() -> None:
         Load("t5", None, "pageable"),
     )
     assert plan.slots == (Slot("encode/0:t5", "load", 0, kinds), Slot("", "end", 0, ()))
-    assert plan.again == (Slot("encode/0:t5", "load", 0, ()), Slot("", "end", 0, ()))
+    assert plan.further_slots == (Slot("encode/0:t5", "load", 0, ()), Slot("", "end", 0, ()))
     assert str(plan) == CHOSEN
     loose = CHOSEN.replace(
         "order encode refine decode", "# comes first\n  order   encode refine\norder decode"
@@ -123,10 +123,10 @@ def test_ring_buffer_bytes_are_exact(ring_buffer_bytes: int, text: str) -> None:
 
 NAMES = st.from_regex(r"[a-z_][a-z_0-9.]{0,8}", fullmatch=True)
 INDICES = st.sets(st.integers(0, 40), min_size=1, max_size=9).map(
-    lambda found: tuple(sorted(found))
+    lambda groups: tuple(sorted(groups))
 )
 BLOCKS = st.none() | st.dictionaries(NAMES, INDICES, max_size=3).map(
-    lambda found: tuple(found.items())
+    lambda mapping: tuple(mapping.items())
 )
 ACTIONS = st.one_of(
     st.builds(Load, NAMES, BLOCKS, st.sampled_from(["pinned", "pageable", "disk"])),
@@ -184,7 +184,7 @@ def test_every_plan_round_trips(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "found", "expected"),
+    ("line", "line_text", "expected"),
     [
         (1, "plam 01", "expected 'plan DIGEST'"),
         (2, "run", "expected a slot"),
@@ -219,13 +219,15 @@ def test_every_plan_round_trips(plan: Plan) -> None:
         (4, "option decode tiling", "expected slot or one of load, evict"),
     ],
 )
-def test_errors_name_the_line_and_what_was_expected(line: int, found: str, expected: str) -> None:
+def test_errors_name_the_line_and_what_was_expected(
+    line: int, line_text: str, expected: str
+) -> None:
     lines = TEXT.splitlines()
-    lines[line - 1] = found
-    with pytest.raises(PlanError) as caught:
+    lines[line - 1] = line_text
+    with pytest.raises(PlanError) as error_info:
         parse("\n".join(lines), name="some.plan")
-    assert str(caught.value).startswith(f"some.plan:{line}: ")
-    assert expected in str(caught.value)
+    assert str(error_info.value).startswith(f"some.plan:{line}: ")
+    assert expected in str(error_info.value)
 
 
 def test_empty_text_is_refused() -> None:

@@ -25,15 +25,20 @@ def test_a_precomputed_stage_is_not_planned_and_its_value_is_live_from_the_start
 ) -> None:
     graph, problem = flux_tiny
     reduced = graph.with_precomputed(["encode"])
-    remaining = without(problem, ["denoise", "decode"], ["encode"], reduced.digest)
-    assert [phase.name for phase in remaining.phases] == ["denoise/0:transformer", "decode/0:vae"]
-    assert [component.name for component in remaining.components] == ["transformer", "vae"]
-    assert {value.name: (value.first_phase, value.last_phase) for value in remaining.values} == {
+    reduced_problem = without(problem, ["denoise", "decode"], ["encode"], reduced.digest)
+    assert [phase.name for phase in reduced_problem.phases] == [
+        "denoise/0:transformer",
+        "decode/0:vae",
+    ]
+    assert [component.name for component in reduced_problem.components] == ["transformer", "vae"]
+    assert {
+        value.name: (value.first_phase, value.last_phase) for value in reduced_problem.values
+    } == {
         "encode.embeds": (0, 0),
         "denoise.latents": (1, 1),
     }
-    assert remaining.digest != problem.digest
-    solution = graphrun.plan(remaining)
+    assert reduced_problem.digest != problem.digest
+    solution = graphrun.plan(reduced_problem)
     assert not check(solution.problem, solution.plan)
     assert "text_encoder" not in str(solution.plan)
     assert solution.problem.precomputed == ("encode",)
@@ -47,9 +52,14 @@ def test_a_precomputed_stage_is_not_planned_and_its_value_is_live_from_the_start
 @pytest.mark.long
 def test_finished_steps_are_not_planned(flux_tiny: Any) -> None:
     problem = flux_tiny[1]
-    remaining = shortened(problem, {"denoise": (3, 4)})
-    assert [max(use.calls for use in phase.uses) for phase in remaining.phases] == [1, 1, 1, 1]
-    assert all(slot.part != "steady" for slot in graphrun.plan(remaining).plan.slots)
+    reduced_problem = shortened(problem, {"denoise": (3, 4)})
+    assert [max(use.calls for use in phase.uses) for phase in reduced_problem.phases] == [
+        1,
+        1,
+        1,
+        1,
+    ]
+    assert all(slot.part != "steady" for slot in graphrun.plan(reduced_problem).plan.slots)
     with pytest.raises(InputError, match="4 calls of transformer cannot be divided into 3 steps"):
         shortened(problem, {"denoise": (1, 3)})
 

@@ -16,7 +16,7 @@ OF = replace(
         1 << 20,
         (component("te", ("unblocked", 1, 2048, False)),),
         (PhaseNumbers("encode", 0, (Use("te", 1, (1,), (1.0,)),), 0, 512, 0),),
-        on=hardware(),
+        card=hardware(),
     ),
     graph="a<b",
     runs=3,

@@ -53,8 +53,8 @@ def test_a_ring_buffer_with_room_for_any_two_consecutive_blocks_lets_them_coexis
 ) -> None:
     ring_buffer = RingBuffer(max(a + b for a, b in pairwise(sizes)))
     for number, nbytes in enumerate(sizes):
-        _, released = ring_buffer.place(nbytes, sizes[number + 1] if number + 1 < len(sizes) else 0)
-        assert number - 1 not in released
+        _, numbers = ring_buffer.place(nbytes, sizes[number + 1] if number + 1 < len(sizes) else 0)
+        assert number - 1 not in numbers
 
 
 def test_a_block_larger_than_the_ring_buffer_is_refused() -> None:
@@ -68,14 +68,14 @@ def test_a_block_larger_than_the_ring_buffer_is_refused() -> None:
 def test_a_block_is_not_overwritten_before_its_release(sizes: list[int], spare: int) -> None:
     ring_buffer, capacity = RingBuffer(2 * max(sizes) + spare), 2 * max(sizes) + spare
     live: dict[int, tuple[int, int]] = {}
-    seen: list[int] = []
+    all_numbers: list[int] = []
     for number, nbytes in enumerate(sizes):
         next_is_known = number + 1 < len(sizes) and number % 3
-        offset, released = ring_buffer.place(nbytes, sizes[number + 1] if next_is_known else 0)
+        offset, numbers = ring_buffer.place(nbytes, sizes[number + 1] if next_is_known else 0)
         assert 0 <= offset <= offset + nbytes <= capacity
-        for old in released:
+        for old in numbers:
             del live[old]
-        seen += released
+        all_numbers += numbers
         assert all(end <= offset or offset + nbytes <= start for start, end in live.values())
         live[number] = (offset, offset + nbytes)
-    assert seen == list(range(len(seen))), "first in, first out, each once"
+    assert all_numbers == list(range(len(all_numbers))), "first in, first out, each once"

@@ -28,9 +28,9 @@ from graphrun.verify.simulate import simulate
 pytestmark = pytest.mark.long
 
 
-def block_seconds(of: Problem, plan: Plan) -> float:
+def block_seconds(problem: Problem, plan: Plan) -> float:
     """The longest time of any block of the chosen variants: read, copy and compute in sequence."""
-    applied = apply_choices(of, plan)
+    applied = apply_choices(problem, plan)
     longest = 0.0
     for numbers in applied.components:
         (variant,) = numbers.variants
@@ -49,23 +49,23 @@ def block_seconds(of: Problem, plan: Plan) -> float:
     return longest
 
 
-def excess(of: Problem) -> float:
+def excess(problem: Problem) -> float:
     """Seconds by which the simulated plan of `solve` exceeds the prediction plus 1 % plus one block
     per slot; negative: within."""
-    solution = solve(of)
-    run = simulate(of, solution.plan)
-    slots = len(run.slots) + (of.runs - 1) * len(run.again)
+    solution = solve(problem)
+    run = simulate(problem, solution.plan)
+    slots = len(run.slots) + (problem.runs - 1) * len(run.further_slots)
     return (
         run.total_seconds
         - 1.01 * solution.objective_seconds
-        - slots * block_seconds(of, solution.plan)
+        - slots * block_seconds(problem, solution.plan)
     )
 
 
 def test_no_plan_simulates_faster_than_its_bound() -> None:
     """In the first two problems a ring buffer is filled while another block group computes."""
-    for of in (random_problem(2043), splittable(43)[0], splittable(71)[0], splittable(73)[0]):
-        solution = solve(of)
+    for instance in (random_problem(2043), splittable(43)[0], splittable(71)[0], splittable(73)[0]):
+        solution = solve(instance)
         assert 0 < solution.bound_seconds <= solution.simulation.total_seconds * (1 + 1e-6)
 
 
@@ -109,9 +109,9 @@ def unet(seed: int) -> Problem:
             300 * MIB,
         ),
     )
-    of = problem(8 * GIB, (encoder, net), phases)
+    instance = problem(8 * GIB, (encoder, net), phases)
     return replace(
-        of, budget_bytes=int((0.4 + 0.6 * rng.random()) * net.weight_bytes()) + 300 * MIB
+        instance, budget_bytes=int((0.4 + 0.6 * rng.random()) * net.weight_bytes()) + 300 * MIB
     )
 
 

@@ -115,8 +115,8 @@ def state() -> dict[str, Any]:
             name
             for name in sorted(logging.root.manager.loggerDict)
             if any(
-                type(kept).__module__.startswith("graphrun")
-                for kept in logging.getLogger(name).filters
+                type(filter_).__module__.startswith("graphrun")
+                for filter_ in logging.getLogger(name).filters
             )
         ],
     }
@@ -223,9 +223,9 @@ def sim() -> None:
 
 def import_folder(folder: Path) -> None:
     """Imports a saved pipeline."""
-    from graphrun.diffusers_.importing.imported import Asked, import_source
+    from graphrun.diffusers_.importing.imported import ImportOptions, import_source
 
-    import_source(str(folder / "flux"), Asked({}, {})).write(folder / "flux.yaml")
+    import_source(str(folder / "flux"), ImportOptions({}, {})).write(folder / "flux.yaml")
 
 
 def saved_pipeline(folder: Path) -> None:
@@ -243,22 +243,22 @@ def serve(folder: Path) -> None:
     from graphrun.serve.settings import Settings
     from graphrun.serve.shares import WHOLE
 
-    ours, theirs = multiprocessing.Pipe()
+    parent_end, child_end = multiprocessing.Pipe()
     budgets = {"vram": "1G", "ram": 8 * 2**30}
     cards = (hardware("rtx4090", None),)
     graphs = (ROOT / "graphs" / "flux-tiny.yaml",)
     settings = Settings(
         graphs, (), budgets, cards, folder / "cache", "none", folder, {}, graphrun.__version__
     )
-    ours.send(
+    parent_end.send(
         (
             "plan",
             {"graph": "flux-tiny", "key": 1, "inputs": {"prompt": "a lighthouse"}, "share": WHOLE},
         )
     )
-    ours.send(("stop", None))
-    plan_forever(theirs, settings)
-    assert ours.recv()[0] == "planned"
+    parent_end.send(("stop", None))
+    plan_forever(child_end, settings)
+    assert parent_end.recv()[0] == "planned"
 
 
 if __name__ == "__main__":
@@ -273,6 +273,6 @@ if __name__ == "__main__":
     if backend:
         register_backend()
     act = prepared(action, Path(folder))
-    before = state()
+    previous_state = state()
     act()
-    print(json.dumps([before, state()]))
+    print(json.dumps([previous_state, state()]))

@@ -31,7 +31,7 @@ components:
 stages:
   make: {op: call, method: generate, uses: [text, dit, vae], with: {text: $text, units: $units, seed: $seed}}
 outputs: {frames: $make.frames}
-"""
+"""  # noqa: E501
 
 
 class Posterior:
@@ -98,15 +98,15 @@ class CausalLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.mix = nn.Linear(3 * WIDTH, WIDTH)
-        self.before: deque[torch.Tensor] = deque(maxlen=2)
+        self.history: deque[torch.Tensor] = deque(maxlen=2)
 
     def forward(self, x: torch.Tensor, first: bool) -> torch.Tensor:
         if first:
-            self.before.clear()
-            self.before.extend([x, x])
-        out = self.mix(torch.cat([*self.before, x], dim=-1))
-        self.before.append(x)
-        return out
+            self.history.clear()
+            self.history.extend([x, x])
+        output = self.mix(torch.cat([*self.history, x], dim=-1))
+        self.history.append(x)
+        return output
 
 
 class Decoder(nn.Module):

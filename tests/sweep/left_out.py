@@ -22,12 +22,12 @@ FILE, LINE, COLUMN = os.environ["LEFT_OUT"].rsplit(":", 2)
 
 class _Without(ast.NodeTransformer):
     def __init__(self) -> None:
-        self.found = 0
+        self.match_count = 0
 
     def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802 (ast's name)
         self.generic_visit(node)
         if (node.end_lineno, node.end_col_offset) == (int(LINE), int(COLUMN)):
-            self.found += 1
+            self.match_count += 1
             return ast.copy_location(ast.Constant(0.0), node)
         return node
 
@@ -37,7 +37,7 @@ class _Loader(SourceFileLoader):
         path = self.get_filename(fullname)
         change = _Without()
         tree = ast.fix_missing_locations(change.visit(ast.parse(self.get_data(path))))
-        assert change.found == 1, f"{FILE}:{LINE}:{COLUMN} is not one call"
+        assert change.match_count == 1, f"{FILE}:{LINE}:{COLUMN} is not one call"
         return compile(tree, path, "exec")
 
 

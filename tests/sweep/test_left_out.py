@@ -33,13 +33,13 @@ TESTS = [
 
 class Site(NamedTuple):
     """A call: ``file`` under graphrun/runtime, where in it the call ends, and the ``function`` that
-    calls ``called``."""
+    calls ``callee``."""
 
     file: str
     line: int
     column: int
     function: str
-    called: str
+    callee: str
 
 
 def sites() -> Iterator[Site]:
@@ -76,17 +76,17 @@ def test_every_call_of_the_source_is_a_site() -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("site", SITES, ids=lambda site: f"{site.file}:{site.line} {site.called}")
+@pytest.mark.parametrize("site", SITES, ids=lambda site: f"{site.file}:{site.line} {site.callee}")
 def test_a_call_left_out_is_noticed(site: Site) -> None:
     """``site`` is left out in a process of its own, which runs `TESTS` up to the first failure."""
-    here = str(Path(__file__).parent)
+    folder = str(Path(__file__).parent)
     environment = {
         **os.environ,
         "LEFT_OUT": f"runtime/{site.file}:{site.line}:{site.column}",
-        "PYTHONPATH": f"{ROOT}:{here}",
+        "PYTHONPATH": f"{ROOT}:{folder}",
     }
     command = [sys.executable, "-m", "pytest", "-p", "left_out", "-x", "-p", "no:cacheprovider"]
-    found = subprocess.run(
+    process = subprocess.run(
         [*command, *(f"tests/runtime/{test}" for test in TESTS)],
         cwd=ROOT,
         env=environment,
@@ -94,5 +94,5 @@ def test_a_call_left_out_is_noticed(site: Site) -> None:
         text=True,
         check=False,
     )
-    assert found.returncode in (0, 1), found.stdout + found.stderr
-    assert found.returncode == 1, found.stdout[-2000:]
+    assert process.returncode in (0, 1), process.stdout + process.stderr
+    assert process.returncode == 1, process.stdout[-2000:]

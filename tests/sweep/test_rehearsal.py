@@ -24,8 +24,8 @@ def test_a_section_of_the_benchmark_on_cards_runs_without_one(section: str, tmp_
         "--out",
         tmp_path / "results.json",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 @pytest.mark.sweep("rehearsal")
@@ -39,5 +39,5 @@ def test_a_step_of_the_card_script_runs_without_one(step: str, tmp_path: Path) -
         "--out",
         tmp_path / "results.json",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr

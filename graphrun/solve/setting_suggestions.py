@@ -1,7 +1,7 @@
-"""Repairs that need another dry run to verify: another option of a stage, or a smaller image.
+"""Suggestions that need another dry run: another option of a stage, or a smaller image.
 
-Each is estimated and solved before it is offered. Repairs that the problem itself can verify are in
-`graphrun.solve.repairs`.
+Each is estimated and solved before it is offered. `graphrun.solve.suggestions` has the suggestions
+that the problem itself can verify.
 """
 
 from __future__ import annotations
@@ -12,26 +12,19 @@ from typing import Any
 from graphrun.errors import GraphrunError
 from graphrun.graph.graph import Graph
 from graphrun.model.problem import Problem
-from graphrun.solve.repairs import Repair, predicted_seconds
+from graphrun.solve.suggestions import Suggestion, predicted_seconds
 
 SIZES = ("height", "width", "num_frames", "frames")
-# of the original size, largest first; each is a dry run of some seconds
-EIGHTHS = (
-    7,
-    6,
-    5,
-    4,
-    3,
-    2,
-)
+# sizes to try, in eighths of the original size; each is a dry run of some seconds
+EIGHTHS = (7, 6, 5, 4, 3, 2)
 
-Estimate = Callable[[Mapping[str, Any], tuple[str, ...]], Problem]
+EstimateFunction = Callable[[Mapping[str, Any], tuple[str, ...]], Problem]
 
 
-def remedies(
-    graph: Graph, inputs: Mapping[str, Any], allow: tuple[str, ...], estimate: Estimate
-) -> tuple[Repair, ...]:
-    """Changes that suffice alone: options that the graph lists and that were not allowed, and the
+def setting_suggestions(
+    graph: Graph, inputs: Mapping[str, Any], allow: tuple[str, ...], estimate: EstimateFunction
+) -> tuple[Suggestion, ...]:
+    """Return the changes that each suffice alone: options of the graph without permission, and the
     largest size of `EIGHTHS` that fits.
 
     ``estimate(inputs, allow)`` returns the problem for these. A change whose dry run fails is left
@@ -41,25 +34,25 @@ def remedies(
 
 
 def options_of(
-    graph: Graph, inputs: Mapping[str, Any], allow: tuple[str, ...], estimate: Estimate
-) -> Iterator[Repair]:
-    """Options that the graph lists and that were not allowed, each with what it takes."""
-    wanted: dict[str, list[str]] = {}
+    graph: Graph, inputs: Mapping[str, Any], allow: tuple[str, ...], estimate: EstimateFunction
+) -> Iterator[Suggestion]:
+    """Yield the options of the graph without permission, each with its predicted seconds."""
+    stages_by_permission: dict[str, list[str]] = {}
     for stage in graph.stages:
         for name in stage.options:
             if (needs := stage.operation.options[name]) and needs not in allow:
-                wanted.setdefault(needs, []).append(stage.name)
-    for needs, stages in wanted.items():
+                stages_by_permission.setdefault(needs, []).append(stage.name)
+    for needs, stages in stages_by_permission.items():
         seconds = _seconds_or_none(lambda needs=needs: estimate(inputs, (*allow, needs)))  # type: ignore[misc]
         if seconds is not None:
-            yield Repair(
+            yield Suggestion(
                 f"allow {needs} (of {', '.join(stages)})", (("--allow", needs),), seconds, True
             )
 
 
 def _sizes(
-    graph: Graph, inputs: Mapping[str, Any], allow: tuple[str, ...], estimate: Estimate
-) -> Iterator[Repair]:
+    graph: Graph, inputs: Mapping[str, Any], allow: tuple[str, ...], estimate: EstimateFunction
+) -> Iterator[Suggestion]:
     values = graph.for_planning(inputs)
     sizes = {
         name: values[name]
@@ -74,7 +67,7 @@ def _sizes(
         seconds = _seconds_or_none(lambda smaller=smaller: estimate({**inputs, **smaller}, allow))  # type: ignore[misc]
         if seconds is not None:
             text = " ".join(f"{name}={value}" for name, value in smaller.items())
-            yield Repair(
+            yield Suggestion(
                 f"make it smaller: {text}",
                 tuple(("--set", f"{k}={v}") for k, v in smaller.items()),
                 seconds,

@@ -19,20 +19,24 @@ from graphrun.units import typed_size
 
 
 def predicted_seconds(problem: Problem) -> float | None:
-    """Seconds of the fastest plan for ``problem`` by the program alone, without simulation; None
-    where nothing fits."""
-    for each in ever_finer(problem) if has_usable_variants(problem) else ():
-        answer = choose([Formulation(of.program) for of in stage_choices(each)[0]], SECONDS)
+    """Return the seconds of the fastest plan for ``problem`` by the program, without simulation;
+    None if nothing fits."""
+    for split in ever_finer(problem) if has_usable_variants(problem) else ():
+        answer = choose(
+            [Formulation(stage_choice.program) for stage_choice in stage_choices(split)[0]], SECONDS
+        )
         if answer is not None:
             return answer.program.seconds(answer.choice)
     return None
 
 
 @dataclass(frozen=True, slots=True)
-class Repair:
-    """A change after which a plan exists. ``change``: pairs of a command line option and its value,
-    "" for an option without one; ``seconds``: predicted total of all runs; ``changes_output``:
-    whether generated images differ."""
+class Suggestion:
+    """A change after which a plan exists.
+
+    ``change``: pairs of a command-line option and its value, "" for an option without a value.
+    ``seconds``: predicted total of all runs. ``changes_output``: whether generated images differ.
+    """
 
     text: str
     change: tuple[tuple[str, str], ...]
@@ -43,7 +47,7 @@ class Repair:
         return self.text
 
 
-# options that are sizes of which more is enough too
+# options with a size that may be larger than suggested
 SIZES = (
     "--vram",
     "--ram",
@@ -53,24 +57,28 @@ SIZES = (
 
 
 def typed_value(option: str, value: str) -> str:
-    """The ``value`` of a change of ``option`` as one types it; sizes are rounded to what is enough
-    too."""
+    """Return ``value`` of ``option`` as a user types it. Sizes are rounded so that they still
+    suffice."""
     if option not in (*SIZES, "--reserve"):
         return value
-    return ",".join(typed_size(nbytes, down=option == "--reserve") for nbytes in sizes_in(value))
+    return ",".join(
+        typed_size(nbytes, round_down=option == "--reserve") for nbytes in sizes_in(value)
+    )
 
 
 def sizes_in(value: str) -> list[int]:
-    """Bytes in the value of an option, one for each device."""
+    """Return the bytes in the value of an option, one number for each device."""
     return [int(size.removesuffix("B")) for size in value.split(",")]
 
 
-def python_arguments(repair: Repair, problem: Problem) -> str:
-    """The arguments of `graphrun.estimate` or `graphrun.attach` to change for ``repair``:
-    ``vram="3.4G"``. Empty where arguments alone are not enough: a directive left out, a second run,
-    a larger device."""
+def python_arguments(suggestion: Suggestion, problem: Problem) -> str:
+    """Return the arguments of `graphrun.estimate` or `graphrun.attach` for ``suggestion``, such as
+    ``vram="3.4G"``.
+
+    Empty if arguments alone do not suffice: a directive left out, a second run, a larger device.
+    """
     values: dict[str, list[str]] = {}
-    for option, value in repair.change:
+    for option, value in suggestion.change:
         too_large = option == "--vram" and sizes_in(value)[0] > problem.hardware.capacity_bytes
         if option not in (*SIZES, "--reserve", "--allow") or too_large:
             return ""
@@ -85,8 +93,8 @@ def python_arguments(repair: Repair, problem: Problem) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A repair to be verified: every one of ``problems`` must have a plan. ``fallback``: proposed
-    instead where one has none."""
+    """A suggestion to verify: each of ``problems`` must have a plan. Otherwise ``fallback`` is
+    verified."""
 
     text: str
     change: tuple[tuple[str, str], ...]
@@ -95,25 +103,28 @@ class Proposal:
     fallback: Proposal | None = None
 
 
-def repairs_of(
-    problem: Problem, needs: Sequence[PhaseMinimum], least: Mapping[str, int]
-) -> tuple[Repair, ...]:
-    """Every change that suffices alone, best first. ``needs``: the phases that do not fit in VRAM;
-    ``least``: the smallest budget by the name of its tier."""
-    found = (_verified(proposal) for proposal in _proposals(problem, needs, least))
+def suggestions_of(
+    problem: Problem, needs: Sequence[PhaseMinimum], minimum_bytes: Mapping[str, int]
+) -> tuple[Suggestion, ...]:
+    """Return the changes that each suffice alone, best first.
+
+    ``needs``: the phases that do not fit in VRAM. ``minimum_bytes``: name of a tier -> its minimum
+    budget.
+    """
+    suggestions = (_verified(proposal) for proposal in _proposals(problem, needs, minimum_bytes))
     return tuple(
         sorted(
-            (of for of in found if of is not None),
-            key=lambda repair: (repair.changes_output, repair.seconds),
+            (suggestion for suggestion in suggestions if suggestion is not None),
+            key=lambda suggestion: (suggestion.changes_output, suggestion.seconds),
         )
     )
 
 
-def _verified(proposal: Proposal) -> Repair | None:
-    seconds = [predicted_seconds(each) for each in proposal.problems]
+def _verified(proposal: Proposal) -> Suggestion | None:
+    seconds = [predicted_seconds(candidate) for candidate in proposal.problems]
     if None in seconds:
         return _verified(proposal.fallback) if proposal.fallback is not None else None
-    return Repair(
+    return Suggestion(
         proposal.text,
         proposal.change,
         sum(s for s in seconds if s is not None),
@@ -122,18 +133,18 @@ def _verified(proposal: Proposal) -> Repair | None:
 
 
 def _proposals(
-    problem: Problem, needs: Sequence[PhaseMinimum], least: Mapping[str, int]
+    problem: Problem, needs: Sequence[PhaseMinimum], minimum_bytes: Mapping[str, int]
 ) -> Iterator[Proposal]:
-    yield from _budgets(problem, least)
+    yield from _budgets(problem, minimum_bytes)
     yield from permissions(problem)
     yield from _directives(problem, needs)
     yield from _separate_runs(problem)
     yield from _smaller_activation(problem, needs)
 
 
-def _budgets(problem: Problem, least: Mapping[str, int]) -> Iterator[Proposal]:
-    """Each budget that is too small raised alone, and VRAM and RAM together where both are."""
-    device, ram = least["VRAM"], least["RAM"]
+def _budgets(problem: Problem, minimum_bytes: Mapping[str, int]) -> Iterator[Proposal]:
+    """Raise each budget that is too small alone, and VRAM and RAM together if both are."""
+    device, ram = minimum_bytes["VRAM"], minimum_bytes["RAM"]
     capacity = problem.hardware.capacity_bytes
     raised = replace(problem, budget_bytes=device)
     if device > capacity:
@@ -147,12 +158,17 @@ def _budgets(problem: Problem, least: Mapping[str, int]) -> Iterator[Proposal]:
         text = _raise("RAM", problem.ram_bytes, ram)
         yield Proposal(text, (("--ram", str(ram)),), (replace(problem, ram_bytes=ram),))
         if device > min(problem.budget_bytes, capacity):
-            both = (replace(raised, ram_bytes=ram),)
-            yield Proposal(f"{vram.text} and {text}", (*vram.change, ("--ram", str(ram))), both)
-    if problem.pinned_bytes is not None and (pinned := least["pinned RAM"]) > problem.pinned_bytes:
+            raised_problems = (replace(raised, ram_bytes=ram),)
+            yield Proposal(
+                f"{vram.text} and {text}", (*vram.change, ("--ram", str(ram))), raised_problems
+            )
+    if (
+        problem.pinned_bytes is not None
+        and (pinned := minimum_bytes["pinned RAM"]) > problem.pinned_bytes
+    ):
         text = _raise("page-locked RAM", problem.pinned_bytes, pinned)
         yield Proposal(text, (("--pinned", str(pinned)),), (replace(problem, pinned_bytes=pinned),))
-    if problem.disk_bytes is not None and (disk := least["disk"]) > problem.disk_bytes:
+    if problem.disk_bytes is not None and (disk := minimum_bytes["disk"]) > problem.disk_bytes:
         yield Proposal(
             _raise("disk", problem.disk_bytes, disk),
             (("--disk", str(disk)),),
@@ -170,19 +186,21 @@ def _device_text(problem: Problem, device: int) -> str:
 
 
 def _raise(tier: str, have: int, want: int) -> str:
-    return f"raise the {tier} budget from {typed_size(have, down=True)} to {typed_size(want)}"
+    return f"raise the {tier} budget from {typed_size(have, round_down=True)} to {typed_size(want)}"
 
 
 def permissions(problem: Problem) -> Iterator[Proposal]:
-    """Permissions that variants and options need and do not have: each alone, then all together."""
+    """Grant the missing permissions of variants and options: each alone, then all together."""
     variants = {
         variant.needs: (component.name, variant)
         for component in problem.components
         for variant in component.variants
     }
     options = {option.needs: option for option in problem.options}
-    wanted = [name for name in sorted({*variants, *options}) if name and name not in problem.allow]
-    for name in wanted:
+    missing_names = [
+        name for name in sorted({*variants, *options}) if name and name not in problem.allow
+    ]
+    for name in missing_names:
         users = [c.name for c in problem.components if any(v.needs == name for v in c.variants)]
         users += [
             f"{option.name} of {option.stage}" for option in problem.options if option.needs == name
@@ -193,12 +211,12 @@ def permissions(problem: Problem) -> Iterator[Proposal]:
             (replace(problem, allow=(*problem.allow, name)),),
             True,
         )
-    if len(wanted) > 1:
-        changed = replace(problem, allow=(*problem.allow, *wanted))
+    if len(missing_names) > 1:
+        allowed_problem = replace(problem, allow=(*problem.allow, *missing_names))
         yield Proposal(
-            f"allow {', '.join(wanted)}",
-            tuple(("--allow", name) for name in wanted),
-            (changed,),
+            f"allow {', '.join(missing_names)}",
+            tuple(("--allow", name) for name in missing_names),
+            (allowed_problem,),
             True,
         )
 
@@ -207,54 +225,65 @@ def _directives(problem: Problem, needs: Sequence[PhaseMinimum]) -> Iterator[Pro
     short = max((need.short_bytes for need in needs), default=0)
     if problem.reserve_bytes and 0 < short <= problem.reserve_bytes:
         lowered = problem.reserve_bytes - short
-        text = f"lower the reserve from {typed_size(problem.reserve_bytes)} to {typed_size(lowered, down=True)}"
+        text = (
+            f"lower the reserve from {typed_size(problem.reserve_bytes)}"
+            f" to {typed_size(lowered, round_down=True)}"
+        )
         yield Proposal(
             text, (("--reserve", str(lowered)),), (replace(problem, reserve_bytes=lowered),)
         )
     for directive in problem.directives:
-        others = tuple(other for other in problem.directives if other != directive)
+        directives = tuple(other for other in problem.directives if other != directive)
         name = f"{directive.placement} {directive.component}"
         yield Proposal(
             f"do without the directive {name}",
             ((f"--{directive.placement}", ""),),
-            (replace(problem, directives=others),),
+            (replace(problem, directives=directives),),
         )
 
 
 def _separate_runs(problem: Problem) -> Iterator[Proposal]:
-    """The leading stages in a run of their own, and the others with their saved outputs. Where the
-    leading stages do not fit even so, they may run on another machine or with a larger budget,
-    because embeddings can be saved."""
+    """Run the leading stages separately, and the other stages with their saved outputs.
+
+    If the leading stages do not fit even so, they may run on another machine or with a larger
+    budget, because embeddings can be saved.
+    """
     stages = stages_of(problem)
     for count in range(1, len(stages)):
-        before, last = stages[:count], stages[count - 1]
+        leading, last = stages[:count], stages[count - 1]
         if problem.runs > 1 or any(
-            earlier not in before for earlier, later in problem.precedence or () if later in before
+            first not in leading for first, second in problem.precedence or () if second in leading
         ):
             continue
-        others, change = _subproblem(problem, stages[count:]), (("--until", last),)
-        text = f"run {', '.join(before)} separately: first with --until {last}, then the other stages with its outputs"
-        elsewhere = f"run {', '.join(before)} on a larger machine with --until {last}, then the other stages here with its outputs"
+        trailing, change = _subproblem(problem, stages[count:]), (("--until", last),)
+        text = (
+            f"run {', '.join(leading)} separately: first with --until {last}, then the other stages"
+            " with its outputs"
+        )
+        fallback_text = (
+            f"run {', '.join(leading)} on a larger machine with --until {last}, then the other"
+            " stages here with its outputs"
+        )
         yield Proposal(
             text,
             change,
-            (_subproblem(problem, before), others),
-            fallback=Proposal(elsewhere, change, (others,)),
+            (_subproblem(problem, leading), trailing),
+            fallback=Proposal(fallback_text, change, (trailing,)),
         )
 
 
 def _subproblem(problem: Problem, stages: tuple[str, ...]) -> Problem:
-    """``problem`` with these stages alone. Values from earlier stages are on the device from its
-    first phase on."""
-    kept = [number for number, phase in enumerate(problem.phases) if phase.stage in stages]
-    phases = tuple(problem.phases[number] for number in kept)
+    """Return ``problem`` with only ``stages``. Values from earlier stages are on the device from
+    its first phase on."""
+    numbers = [number for number, phase in enumerate(problem.phases) if phase.stage in stages]
+    phases = tuple(problem.phases[number] for number in numbers)
     values = tuple(
-        _shifted(value, kept[0], kept[-1])
+        _shifted(value, numbers[0], numbers[-1])
         for value in problem.values
-        if kept and _overlaps(value, kept)
+        if numbers and _overlaps(value, numbers)
     )
-    used = {use.component for phase in phases for use in phase.uses}
-    used |= {
+    names = {use.component for phase in phases for use in phase.uses}
+    names |= {
         use.component
         for option in problem.options
         if option.stage in stages
@@ -266,9 +295,9 @@ def _subproblem(problem: Problem, stages: tuple[str, ...]) -> Problem:
         problem,
         phases=phases,
         values=values,
-        components=tuple(component for component in problem.components if component.name in used),
+        components=tuple(component for component in problem.components if component.name in names),
         directives=tuple(
-            directive for directive in problem.directives if directive.component in used
+            directive for directive in problem.directives if directive.component in names
         ),
         precedence=None
         if pairs is None
@@ -277,8 +306,8 @@ def _subproblem(problem: Problem, stages: tuple[str, ...]) -> Problem:
     )
 
 
-def _overlaps(value: ValueNumbers, kept: Sequence[int]) -> bool:
-    return value.first_phase <= kept[-1] and value.last_phase >= kept[0]
+def _overlaps(value: ValueNumbers, numbers: Sequence[int]) -> bool:
+    return value.first_phase <= numbers[-1] and value.last_phase >= numbers[0]
 
 
 def _shifted(value: ValueNumbers, begin: int, end: int) -> ValueNumbers:
@@ -290,7 +319,7 @@ def _shifted(value: ValueNumbers, begin: int, end: int) -> ValueNumbers:
 
 
 def _smaller_activation(problem: Problem, needs: Sequence[PhaseMinimum]) -> Iterator[Proposal]:
-    """The activation of the phases that do not fit in VRAM, reduced until they do."""
+    """Shrink the activation of the phases that do not fit in VRAM until they fit."""
     limits = {
         need.phase: need.available_bytes - need.total_bytes + need.activation_bytes
         for need in needs
@@ -298,11 +327,15 @@ def _smaller_activation(problem: Problem, needs: Sequence[PhaseMinimum]) -> Iter
     if not limits or any(limit <= 0 for limit in limits.values()):
         return
     parts = [
-        f"{need.phase} from {typed_size(need.activation_bytes)} to {typed_size(limits[need.phase], down=True)}"
+        f"{need.phase} from {typed_size(need.activation_bytes)}"
+        f" to {typed_size(limits[need.phase], round_down=True)}"
         for need in needs
     ]
     phases = tuple(_limit_activation(phase, limits.get(phase.name)) for phase in problem.phases)
-    text = f"shrink the activation of {', '.join(parts)}: a smaller image, fewer images at once, tiling"
+    text = (
+        f"shrink the activation of {', '.join(parts)}:"
+        " a smaller image, fewer images at once, tiling"
+    )
     yield Proposal(text, (), (replace(problem, phases=phases),), True)
 
 
